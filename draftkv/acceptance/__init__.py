@@ -1,0 +1,1 @@
+"""Acceptance length: the walk, replay, live decoding, intervals and reports."""

@@ -1,0 +1,1 @@
+"""What the drafter may attend to: policies, scorers, and the executors that apply them."""

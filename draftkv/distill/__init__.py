@@ -1,0 +1,1 @@
+"""Training: losses, the chunked head, the loop, checkpoints and export."""

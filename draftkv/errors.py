@@ -1,0 +1,9 @@
+"""The two kinds of failure that a command reports in one line (see `draftkv.cli`)."""
+
+
+class InputError(ValueError):
+    """Something the user gave is wrong: exit status 2. The text says what, where, and what to do."""
+
+
+class RunError(RuntimeError):
+    """The input was fine but the run could not go on: exit status 1."""

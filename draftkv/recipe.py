@@ -1,0 +1,289 @@
+"""The one configuration: a YAML recipe, dotted overrides, and a validated value.
+
+`load_recipe` reads YAML with OmegaConf, merges `key.sub=value` overrides and validates with pydantic, unknown keys
+forbidden. Every mistake becomes one line that names the key's path, what was given, what is allowed and, for a
+misspelt key, the nearest valid one.
+"""
+
+import difflib
+import random
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from draftkv.cache.policy import Policy
+from draftkv.errors import InputError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Model(Section):
+    """A model: a local folder, a hub id, or `embedded:NAME` for the model that a package ships."""
+
+    model: str = Field(description="folder, hub id, or embedded:smollm2-135m")
+    revision: str | None = Field(None, description="hub revision")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of the forward pass")
+
+
+class Drafter(Section):
+    """The model that learns. Without `model` it is cut from the target: its embeddings, head and (some) layers."""
+
+    model: str | None = Field(None, description="folder or hub id; null: made from the target")
+    revision: str | None = None
+    layers: list[int] | None = Field(None, description="layers of the target to keep when model is null; null: all")
+    attention: Literal["sdpa"] = Field("sdpa", description="backend of the cache-policy attention")
+
+
+class PromptSource(Section):
+    """Where prompts come from: a JSONL/Parquet file, a hub data set, or `embedded:NAME`."""
+
+    source: str = Field(description="file.jsonl, file.parquet, hub id, or embedded:code / embedded:prose / ...")
+    split: str | None = Field(None, description="split of a hub data set, or train/held_out of an embedded source")
+    config: str | None = Field(None, description="configuration of a hub data set")
+    limit: int | None = Field(None, ge=1, description="use the first N usable prompts")
+    categories: list[str] | None = Field(None, description="keep only these categories")
+
+
+class Prompts(Section):
+    train: PromptSource
+    eval: PromptSource
+    max_prompt_tokens: int = Field(4096, ge=8, description="longer prompts are skipped and counted")
+
+
+class Rollouts(Section):
+    """How the target writes its responses. Every ingredient is hashed into the store's manifest."""
+
+    max_new_tokens: int = Field(256, ge=2)
+    train_temperatures: list[float] = Field([0.0], description="one training response per prompt and temperature")
+    eval_temperatures: list[float] = Field([0.0, 1.0], description="one held-out response per prompt and temperature")
+    batch_size: int = Field(16, ge=1)
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of generation")
+
+    @field_validator("train_temperatures", "eval_temperatures")
+    @classmethod
+    def _not_negative(cls, value: list[float]) -> list[float]:
+        if not value or min(value) < 0:
+            raise ValueError("needs at least one temperature, none below 0")
+        return value
+
+
+class View(Section):
+    """A distribution over policies for training: a policy whose `budget` and `rho` may be ranges [low, high]."""
+
+    weight: float = Field(1.0, gt=0)
+    budget: list[int] | int | float | None = None
+    rho: list[float] | float | None = None
+    parts: dict[str, Any] = Field(default_factory=dict, description="the other keys of a policy")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = {"policy": value}
+        if isinstance(value, dict) and "parts" not in value:
+            own = {k: v for k, v in value.items() if k in ("weight", "budget", "rho")}
+            return {**own, "parts": {k: v for k, v in value.items() if k not in own}}
+        return value
+
+    @model_validator(mode="after")
+    def _extremes_are_policies(self) -> "View":
+        for name in ("budget", "rho"):
+            given = getattr(self, name)
+            if isinstance(given, list) and (len(given) != 2 or given[0] > given[1]):
+                raise ValueError(f"{name} {given}: a range is [low, high]")
+        for pick in (0, 1):
+            self.policy({n: v[pick] for n in ("budget", "rho") if isinstance(v := getattr(self, n), list)})
+        return self
+
+    def policy(self, drawn: dict[str, Any]) -> Policy:
+        """The policy with ranges replaced by the values in `drawn`."""
+        fixed = {n: v for n in ("budget", "rho") if (v := getattr(self, n)) is not None}
+        return Policy.model_validate({**self.parts, **fixed, **drawn})
+
+    def draw(self, rng: random.Random) -> Policy:
+        drawn: dict[str, Any] = {}
+        if isinstance(self.budget, list):
+            drawn["budget"] = rng.randint(*self.budget)
+        if isinstance(self.rho, list):
+            drawn["rho"] = rng.uniform(*self.rho)
+        return self.policy(drawn)
+
+
+LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid", "expected_al"]
+
+
+class LossTerm(Section):
+    """One term of the loss; the formulas and their sources are in `draftkv.distill.losses`."""
+
+    name: LossName
+    weight: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, description="softmax temperature of teacher and student")
+    beta: float = Field(0.5, gt=0, lt=1, description="jsd: weight of the teacher in the mixture")
+    eta: float = Field(3.0, gt=0, description="lk_hybrid: decay of the KL share with the acceptance rate")
+    k: int = Field(4, ge=1, description="expected_al: consecutive rows")
+
+
+class Train(Section):
+    steps: int = Field(100, ge=1)
+    rows: int = Field(8, ge=1, description="rows (prompt + response) per optimiser step, over all processes")
+    micro_rows: int = Field(1, ge=1, description="rows per forward pass on one process")
+    views_per_row: int = Field(1, ge=1, description="views that share one prompt pass")
+    lr: float = Field(1e-5, gt=0)
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate / peak")
+    warmup_steps: int = Field(5, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = Field(1.0, gt=0, description="gradient norm")
+    precision: Literal["bf16", "no"] = Field("bf16", description="autocast; master weights are always fp32")
+    gradient_checkpointing: bool = False
+    trainable: list[str] | None = Field(None, description="regular expressions of parameter names; null: all")
+    head_chunk: int = Field(1024, ge=1, description="rows of the vocabulary head that are held at once")
+    checkpoint_every: int = Field(50, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)
+    max_bad_steps: int = Field(5, ge=1, description="non-finite steps in a row before the run stops")
+
+
+class Eval(Section):
+    every: int = Field(50, ge=1, description="optimiser steps between evaluations")
+    policies: list[Policy] = Field(min_length=1)
+    draft_length: int = Field(7, ge=1, description="tokens drafted per block (K)")
+    draft: Literal["sampled", "greedy"] = Field("sampled", description="draft at T > 0: sampled, or vLLM's greedy")
+    select: int = Field(-1, description="index in `policies` whose T=0 AL picks the best checkpoint; -1: the last")
+    bootstrap: int = Field(2000, ge=100, description="resamples for the 95 % intervals")
+    rows: int | None = Field(None, ge=1, description="held-out rows per temperature; null: all")
+
+    @model_validator(mode="after")
+    def _full_comes_first(self) -> "Eval":
+        if not self.policies[0].is_full:
+            raise ValueError("policies: the first one must be `full`: retention is measured against it")
+        labels = [p.label for p in self.policies]
+        if len(set(labels)) < len(labels):
+            raise ValueError("policies: the same policy is listed twice")
+        if not -len(labels) <= self.select < len(labels):
+            raise ValueError(f"select {self.select}: there are {len(labels)} policies")
+        return self
+
+
+class Export(Section):
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    checkpoint: Literal["best", "last"] = "best"
+    native_window: bool = Field(False, description="also write layer_types / sliding_window for serving engines")
+
+
+class Recipe(Section):
+    """One file, one experiment."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="names the folder runs/NAME")
+    why: str = Field("", description="what the experiment is for, in words; repeated in the report")
+    seed: int = 0
+    output: str = Field("runs", description="folder of all runs, relative to the working directory")
+    target: Model
+    drafter: Drafter = Drafter()
+    prompts: Prompts
+    rollouts: Rollouts = Rollouts()
+    views: list[View] = Field(min_length=1)
+    loss: list[LossTerm] = Field([LossTerm(name="forward_kl")], min_length=1)
+    train: Train = Train()
+    eval: Eval
+    export: Export = Export()
+    trackers: list[Literal["wandb", "trackio", "tensorboard"]] = []
+
+    @model_validator(mode="after")
+    def _views_keep_the_full_cache(self) -> "Recipe":
+        if not any(v.policy({}).is_full for v in self.views if not isinstance(v.budget, list)):
+            raise ValueError("views: `full` must be one of them, or full-cache acceptance is lost")
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.output) / self.name
+
+    def as_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
+    """Read a recipe file and apply dotted overrides.
+
+    Raises:
+        InputError: missing or malformed file, malformed override, or a value that the schema refuses; one line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such recipe file; see recipes/ for examples")
+    try:
+        tree = OmegaConf.load(path)
+        if not OmegaConf.is_dict(tree):
+            raise InputError(f"{path}: a recipe is a mapping of keys")
+        for item in overrides:
+            _override(tree, item)
+        plain = OmegaConf.to_container(tree, resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise InputError(f"{path}: not a valid recipe: {' '.join(str(error).split())}") from error
+    return validate(plain, where=str(path))
+
+
+def _override(tree: DictConfig, item: str) -> None:
+    key, sep, text = item.partition("=")
+    if not sep or not key:
+        raise InputError(f"override '{item}': expected key.sub=value")
+    try:
+        OmegaConf.update(tree, key, yaml.safe_load(text), force_add=True)
+    except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError, AssertionError, IndexError) as error:
+        raise InputError(f"override '{item}': {str(error).splitlines()[0]}") from error
+
+
+def validate(plain: dict[str, Any], where: str = "recipe", schema: type[Section] = Recipe) -> Any:
+    """Validate a plain mapping against `schema`; the first problem becomes one line.
+
+    Raises:
+        InputError: see `load_recipe`.
+    """
+    try:
+        return schema.model_validate(plain)
+    except ValidationError as error:
+        raise InputError(f"{where}: {_explain(error, schema)}") from None
+
+
+def _explain(error: ValidationError, schema: type[BaseModel]) -> str:
+    first = error.errors(include_url=False)[0]
+    keys = [str(k) for k in first["loc"]]
+    path = ".".join(keys) or "recipe"
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(schema, first["loc"][:-1])
+        near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
+        return f"{path}: unknown key; {hint}"
+    if first["type"] == "missing":
+        return f"{path}: this key is required"
+    message = first["msg"].removeprefix("Value error, ")
+    given = first["input"]
+    shown = "" if isinstance(given, dict | list) or first["type"] == "value_error" else f" (given: {given!r})"
+    return f"{path}: {message}{shown}"
+
+
+def _known_keys(schema: type[BaseModel], loc: tuple) -> list[str]:
+    """Field names of the section that `loc` points into, following nested models and lists."""
+    from typing import get_args
+
+    def models(annotation: Any) -> list[type[BaseModel]]:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return [annotation]
+        return [m for arg in get_args(annotation) for m in models(arg)]
+
+    here = [schema]
+    for key in loc:
+        for model in here:
+            if key in model.model_fields:
+                here = models(model.model_fields[key].annotation)
+                break
+        else:
+            tagged = [m for m in here if m.model_fields.get("kind") and key in get_args(m.model_fields["kind"].annotation)]
+            here = tagged or here
+    return sorted({name for model in here for name in model.model_fields})

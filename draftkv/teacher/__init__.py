@@ -1,0 +1,1 @@
+"""The target: prompts, rollouts, and the signals a drafter learns from."""
