@@ -1,0 +1,180 @@
+"""The one attention kernel that every executor calls, and its registration with transformers.
+
+A decoding row sees a *front* (sinks and selected entries: fixed places, per KV head) and a *tail* (contiguous entries,
+of which a band is visible). `attend_rows` computes exactly that. The per-head part of a selection is in the gather that
+builds the front, so one mask serves all heads, and rows are taken in chunks so that the cost is
+O(rows * (front + window)) and no mask grows with the square of the sequence.
+
+Shapes: H query heads, G KV heads, R rows, F front entries, N tail entries, D head_dim. One sequence at a time.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from draftkv.cache.policy import Policy, Split
+from draftkv.cache.scorers import select
+
+ATTENTION = "draftkv"
+ROW_CHUNK = 1024  # rows whose mask is held at once
+ALIGN = 8  # fused kernels want head_dim in multiples of 8
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """What one attention layer says about itself.
+
+    Attributes:
+        index: layer index in the model.
+        scaling: factor on the logits.
+        window: cached entries a row sees in a natively sliding layer (self not counted); None: full attention.
+        sink_logits: [H] learned attention sinks (GPT-OSS); None elsewhere.
+    """
+
+    index: int
+    scaling: float
+    window: int | None = None
+    sink_logits: Tensor | None = None
+
+
+class CacheView(Protocol):
+    """An executor: computes the attention of one layer under a policy."""
+
+    def attend(self, layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[batch, H, T, D], [batch, G, S, D] x2 -> [batch, H, T, D]."""
+        ...
+
+
+def attend_rows(
+    layer: LayerInfo, query: Tensor, front: tuple[Tensor, Tensor] | None, tail: tuple[Tensor, Tensor], first: int,
+    window: int | None,
+) -> Tensor:
+    """Attention of R rows that see the whole front and a band of the tail.
+
+    Args:
+        query: [H, R, D].
+        front: keys and values [G, F, D], or None.
+        tail: keys and values [G, N, D]; row i owns tail entry `first + i` and always sees it.
+        first: tail index of row 0's own entry.
+        window: tail entries before its own that a row sees; None: all.
+
+    Returns:
+        [H, R, D].
+    """
+    rows = query.shape[1]
+    if front is None and first == 0 and (window is None or window >= rows - 1):
+        return _causal(layer, query, tail[0][:, :rows], tail[1][:, :rows])
+    out = []
+    for start in range(0, rows, ROW_CHUNK):
+        stop = min(start + ROW_CHUNK, rows)
+        low = 0 if window is None else max(0, first + start - window)
+        high = first + stop
+        own = torch.arange(first + start, high, device=query.device)[:, None]
+        entry = torch.arange(low, high, device=query.device)[None]
+        mask = entry <= own
+        if window is not None:
+            mask &= own - entry <= window
+        key, value = tail[0][:, low:high], tail[1][:, low:high]
+        if front is not None:
+            key, value = torch.cat([front[0], key], 1), torch.cat([front[1], value], 1)
+            mask = F.pad(mask, (front[0].shape[1], 0), value=True)
+        out.append(_masked(layer, query[:, start:stop], key, value, mask))
+    return out[0] if len(out) == 1 else torch.cat(out, 1)
+
+
+def _masked(layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """SDPA with one [R, S] mask for all heads. Query heads that share a KV head are folded into rows, so that no
+    backend has to repeat keys (and none falls back because of `enable_gqa`)."""
+    dim = query.shape[-1]
+    if layer.sink_logits is not None:
+        query, key, value = _with_sink(layer, query, key, value)
+        mask = F.pad(mask, (1, 0), value=True)
+    heads, rows, _ = query.shape
+    groups = heads // key.shape[0]
+    folded = query.reshape(key.shape[0], groups * rows, -1)
+    mask = mask.repeat(groups, 1) if groups > 1 else mask
+    out = F.scaled_dot_product_attention(folded[None], key[None], value[None], attn_mask=mask, scale=layer.scaling)
+    return out[0].reshape(heads, rows, -1)[..., :dim]
+
+
+def _causal(layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    dim = query.shape[-1]
+    if layer.sink_logits is not None:
+        query, key, value = _with_sink(layer, query, key, value)
+        # A first row for the sink keeps the matrix square, so that plain causal attention shows it to every row.
+        query = F.pad(query, (0, 0, 1, 0))
+    gqa = query.shape[0] != key.shape[0]
+    out = F.scaled_dot_product_attention(
+        query[None], key[None], value[None], is_causal=True, scale=layer.scaling, enable_gqa=gqa
+    )[0]
+    return (out[:, 1:] if layer.sink_logits is not None else out)[..., :dim]
+
+
+def _with_sink(layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Write a learned sink as one more key: an extra coordinate carries the head's sink logit in the query and 1 in
+    the sink's key (0 in all others), and the sink's value is zero. Exact, differentiable, works with any backend."""
+    logit = (layer.sink_logits / layer.scaling).to(query.dtype)[:, None, None].expand(-1, query.shape[1], 1)
+    query = F.pad(torch.cat([query, logit], -1), (0, ALIGN - 1))
+    key = F.pad(key, (0, ALIGN, 1, 0))
+    marker = torch.zeros_like(key[0])
+    marker[0, -ALIGN] = 1
+    return query, key + marker, F.pad(value, (0, ALIGN, 1, 0))
+
+
+def front_positions(policy: Policy, split: Split, layer: LayerInfo, query: Tensor, key: Tensor) -> Tensor:
+    """Prompt positions of the front, [G, F]: the sinks, then what the scorer selects. Detached and deterministic.
+
+    Args:
+        query: [H, P, D] rotated prompt queries. key: [G, P, D] rotated prompt keys.
+    """
+    sinks = torch.arange(split.sinks, device=key.device).expand(key.shape[0], -1)
+    picked = select(
+        policy.scorer, query, key, layer.scaling, sinks=split.sinks, count=split.selected, end=split.tail_start
+    )
+    return torch.cat([sinks, picked], 1)
+
+
+def gather(entries: Tensor, positions: Tensor) -> Tensor:
+    """entries [G, S, D], positions [G, F] -> [G, F, D]."""
+    return entries.gather(1, positions[:, :, None].expand(-1, -1, entries.shape[-1]))
+
+
+def attend_prompt(policy: Policy, layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Prompt rows of one sequence: causal, or (prefill: windowed) sinks and a window. [H, P, D] -> [H, P, D]."""
+    prompt_len = query.shape[1]
+    if layer.window is not None:
+        return attend_rows(layer, query, None, (key, value), 0, layer.window)
+    split = policy.prefill_split(prompt_len)
+    if not split.sinks:
+        return attend_rows(layer, query, None, (key, value), 0, split.sliding)
+    sinks = split.sinks
+    head = attend_rows(layer, query[:, :sinks], None, (key[:, :sinks], value[:, :sinks]), 0, None)
+    front, tail = (key[:, :sinks], value[:, :sinks]), (key[:, sinks:], value[:, sinks:])
+    return torch.cat([head, attend_rows(layer, query[:, sinks:], front, tail, 0, split.sliding)], 1)
+
+
+def _policy_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
+    dropout: float = 0.0, cache_view: CacheView | None = None, sliding_window: int | None = None,
+    s_aux: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls for attention layers of a model loaded with attention `draftkv`."""
+    if cache_view is None:
+        raise ValueError("attention 'draftkv' needs cache_view=...; use draftkv.cache.parallel or draftkv.cache.evicted")
+    if attention_mask is not None:
+        raise ValueError("attention 'draftkv' takes no attention_mask: rows are right-padded and the view is causal")
+    if dropout:
+        raise ValueError("attention dropout is not supported under a cache policy; set attention_dropout to 0")
+    window = None if sliding_window is None else sliding_window - 1  # transformers counts the row itself
+    layer = LayerInfo(module.layer_idx, scaling, window, s_aux)
+    # Some models hand out fp32 queries beside bf16 values under autocast; SDPA wants one dtype.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    return cache_view.attend(layer, query, key, value).transpose(1, 2), None
+
+
+# Registered for attention only: transformers then builds no mask at all, and the view decides what is seen.
+AttentionInterface.register(ATTENTION, _policy_attention)
