@@ -92,14 +92,19 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _bins(walks: Sequence[Walk], width: int, bootstrap: int, seed: int) -> list[dict[str, Any]]:
-    """AL of the blocks that start in [from, to), with an interval over prompts; positions count from x_0."""
-    longest = max(len(w.starts) for w in walks)
+    """AL of the blocks that start in [from, to), with an interval over prompts; positions count from x_0.
+
+    Only starts with room for K + 1 tokens are binned. Nearer to the end just the short blocks are complete, and the
+    last bin would dip for that reason alone.
+    """
+    draft_length = len(walks[0].accepted_at)
+    longest = max(len(w.starts) - draft_length for w in walks)
     edges = np.arange(0, max(longest, 1), width)
     blocks, tokens = np.zeros((len(walks), len(edges))), np.zeros((len(walks), len(edges)))
     for row, w in enumerate(walks):
-        here = np.arange(len(w.starts)) // width
-        np.add.at(blocks[row], here, w.starts)
-        np.add.at(tokens[row], here, w.emitted)
+        here = np.arange(max(len(w.starts) - draft_length, 0)) // width
+        np.add.at(blocks[row], here, w.starts[: len(here)])
+        np.add.at(tokens[row], here, w.emitted[: len(here)])
     keep = blocks.sum(1) > MIN_BLOCKS
     if not keep.any():
         return []

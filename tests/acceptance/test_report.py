@@ -1,0 +1,182 @@
+"""Records, the report of a run and of a sweep, on simulated runs."""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic import POLICIES, write_run
+
+from draftkv.acceptance import plots, report
+from draftkv.acceptance.intervals import Interval
+from draftkv.acceptance.results import read_run
+from draftkv.acceptance.score import append_jsonl, read_acceptance, read_jsonl, score
+from draftkv.acceptance.walk import walk
+from draftkv.cache.policy import Policy
+from draftkv.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+LABELS = [Policy.model_validate(p).label for p in POLICIES]
+
+
+class Checker(HTMLParser):
+    """Every tag closed in order, and the text outside of pictures."""
+
+    VOID = {"meta", "img", "br"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text, self.links = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.links += [v for k, v in attrs if k in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def check_page(path: Path) -> str:
+    page = path.read_text()
+    checker = Checker()
+    checker.feed(page)
+    assert not checker.open
+    assert checker.links and all(link.startswith("data:image/png;base64,") for link in checker.links)
+    bare = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "", page)
+    twin = path.with_suffix(".md").read_text()
+    for text in (bare, twin):
+        assert "http" not in text and not re.search(r"\bnan\b", text, re.IGNORECASE) and "None" not in text
+    for picture in re.findall(r"\]\((plots/[^)]+)\)", twin):
+        assert (path.parent / picture).read_bytes().startswith(b"\x89PNG")
+    return " ".join(" ".join(checker.text).split())
+
+
+@pytest.fixture(autouse=True)
+def coarse_pictures(monkeypatch):
+    monkeypatch.setitem(plots.STYLE, "savefig.dpi", 40)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run") / "synthetic")
+
+
+def test_report_of_a_trained_run(trained):
+    page = report.write_report(trained)
+    assert page == trained / "report" / "report.html"
+    text = check_page(page)
+    for label in LABELS:
+        assert label in text and label in page.with_suffix(".md").read_text()
+    assert "two> paragraphs & a purpose" in text and "no clear change" in text and "higher" in text
+    assert "torch" in text and "How to read this" in text
+    record = read_run(trained).get(read_run(trained).settings[0], LABELS[4], 30)
+    assert f"{record['al']:.2f} [{record['al_low']:.2f}, {record['al_high']:.2f}]" in text
+
+
+def test_report_of_a_run_that_only_evaluated_step_0(tmp_path):
+    run = write_run(tmp_path / "bare", steps=(0,), prompts=3, temperatures=(0.0,), bare=True)
+    text = check_page(report.write_report(run))
+    assert "Only step 0 was evaluated" in text and "no recipe" in text
+
+
+def test_one_prompt_and_rows_without_blocks(tmp_path):
+    run = write_run(tmp_path / "one", steps=(0, 5), prompts=1, tokens=30, temperatures=(0.0,))
+    assert "one prompt: cannot be said" in check_page(report.write_report(run))
+    walks = [walk(np.ones(4), 7, False)] * 2
+    record = score(walks, ["a", "b"], walks)
+    assert record["al"] is None and record["unusable"] == 2 and record["prompts"] == 0 and record["retention"] is None
+    append_jsonl(tmp_path / "none" / "acceptance.jsonl", {"step": 0, "policy": "full", "draft_length": 7, **record})
+    check_page(report.write_report(tmp_path / "none"))
+
+
+def test_verdicts():
+    assert report.verdict(Interval(0.1, -0.1, 0.3, 9, 0)) == "no clear change"
+    assert report.verdict(Interval(0.2, 0.1, 0.3, 9, 0)) == "higher"
+    assert report.verdict(Interval(-0.2, -0.3, -0.1, 9, 0)) == "lower"
+    assert report.number(float("nan")) == report.number(None) == report.NONE
+
+
+def test_best_step_is_chosen_and_the_last_is_shown(tmp_path):
+    run_dir = write_run(tmp_path / "peak", steps=(0, 10), prompts=6, temperatures=(0.0,))
+    late = write_run(tmp_path / "late", steps=(20,), prompts=6, temperatures=(0.0,), gains=(-0.1,) * 5)
+    for record in read_acceptance(late / "acceptance.jsonl"):
+        append_jsonl(run_dir / "acceptance.jsonl", record)
+    run = read_run(run_dir)
+    assert (run.first, run.best, run.after, run.last, run.selected) == (0, 10, 10, 20, LABELS[-1])
+    assert "AL last (step 20)" in check_page(report.write_report(run_dir))
+
+
+def test_score_holds_what_the_walks_say():
+    flags = [[0, 1, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0]]
+    walks = [walk(f, 2, False) for f in flags]
+    record = score(walks, ["a", "b"], walks, 100, 0, 4)
+    json.dumps(record, allow_nan=False)
+    assert record["blocks"] == 11 and record["tokens"] == 14 and record["al"] == pytest.approx(14 / 11)
+    assert record["retention"] == 1.0 and len(record["per_position"]) == len(record["survival"]) == 2
+    assert 1 + sum(record["survival"]) == pytest.approx(record["al"])
+    assert [b["from"] for b in record["bins"]] == [0, 4] and record["bins"][-1]["to"] == 6
+    assert record["per_prompt"]["row_ids"] == ["a", "b"]
+    assert score(walks, ["a", "b"], None)["retention"] is None
+    for bad in (([], [], None), (walks, ["a"], None), (walks, ["a", "b"], walks[:1])):
+        with pytest.raises(InputError):
+            score(*bad)
+
+
+def test_the_end_of_a_row_does_not_dip():
+    """Constant acceptance gives the same AL in every bin, the last one included."""
+    bins = score([walk(np.full(101, 0.8), 7, False)], ["a"], None, 10, 0, 20)["bins"]
+    assert [b["al"] for b in bins] == pytest.approx([(1 - 0.8**8) / 0.2] * len(bins))
+
+
+def test_reader_survives_a_killed_run(tmp_path):
+    path = tmp_path / "acceptance.jsonl"
+    append_jsonl(path, {"step": 0, "policy": "full", "al": 1.0})
+    append_jsonl(path, {"step": 5, "policy": "full", "al": 2.0})
+    with open(path, "a") as file:
+        file.write('{"step": 10, "al"')
+    assert len(read_acceptance(path)) == 2
+    append_jsonl(path, {"step": 5, "policy": "full", "al": 3.0})  # the resumed run writes its step again
+    assert [r["al"] for r in read_acceptance(path)] == [1.0, 3.0] and len(read_jsonl(path)) == 3
+    path.write_text('{"step": 0}\nnonsense\n{"step": 1}\n')
+    with pytest.raises(InputError, match="acceptance.jsonl:2"):
+        read_acceptance(path)
+    with pytest.raises(InputError, match="no such file"):
+        read_acceptance(tmp_path / "absent.jsonl")
+    with pytest.raises(ValueError):
+        append_jsonl(path, {"al": float("nan")})
+
+
+RECIPE = """
+name: synthetic
+target: {model: embedded:smollm2-135m}
+prompts: {train: {source: a.jsonl}, eval: {source: b.jsonl}}
+views: [full]
+eval: {policies: [full]}
+"""
+
+
+def test_command(trained, tmp_path, monkeypatch, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+
+    script = str(ROOT / "eval" / "report.py")
+
+    def command(*arguments):
+        monkeypatch.setattr(sys, "argv", [script, str(recipe), *arguments])
+        runpy.run_path(script, run_name="__main__")
+        return capsys.readouterr().out.replace("\n", "")
+
+    assert "acceptance.jsonl (there, needed)" in command(f"output={trained.parent}", "--plan")
+    assert "report.html" in command(f"output={trained.parent}")
+    line = [sys.executable, script, str(recipe), "output=nowhere"]
+    missing = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path)
+    assert missing.returncode == 2 and missing.stderr.count("\n") == 1 and "acceptance.jsonl" in missing.stderr
