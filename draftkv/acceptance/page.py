@@ -7,20 +7,22 @@ Markdown twin links to the same pictures in `plots/` beside it.
 import base64
 import html
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: #1b1f24; background: #fff;
-       max-width: 62rem; margin: 2rem auto; padding: 0 1.2rem; }
+       max-width: 66rem; margin: 2rem auto; padding: 0 1.2rem; }
 h1 { font-size: 1.7rem; margin-bottom: .3rem; } h2 { font-size: 1.25rem; margin-top: 2.4rem; }
 h2 { border-bottom: 1px solid #d5d9de; padding-bottom: .2rem; } h3 { font-size: 1.05rem; }
 .summary { background: #f3f6f9; border-left: 4px solid #0072b2; padding: .6rem 1.2rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; margin: .6rem 0; }
 th, td { padding: .35rem .7rem; border-bottom: 1px solid #e3e6ea; text-align: left; vertical-align: top; }
-th { background: #f3f6f9; } td.n { text-align: right; white-space: nowrap; } th.n { text-align: right; }
+th { background: #f3f6f9; } td.n, th.n { text-align: right; }
+td:first-child { min-width: 9rem; }
 figure { margin: 1.2rem 0; } img { max-width: 100%; height: auto; } figcaption { color: #505a66; font-size: .9rem; }
 pre { background: #f3f6f9; padding: .8rem; overflow-x: auto; font-size: .82rem; line-height: 1.4; }
 .note { color: #505a66; font-size: .9rem; }
@@ -114,7 +116,7 @@ def _html(block: Block) -> str:
             kind = ["" if i < block.text_columns else ' class="n"' for i in range(len(block.head))]
             head = "".join(f"<th{k}>{text(cell)}</th>" for k, cell in zip(kind, block.head, strict=True))
             rows = "\n".join(
-                "<tr>" + "".join(f"<td{k}>{text(c)}</td>" for k, c in zip(kind, row, strict=True)) + "</tr>"
+                "<tr>" + "".join(f"<td{k}>{_cell(c)}</td>" for k, c in zip(kind, row, strict=True)) + "</tr>"
                 for row in block.rows
             )
             return (f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>')
@@ -125,6 +127,12 @@ def _html(block: Block) -> str:
         case Code():
             opened = "" if block.folded else " open"
             return f"<details{opened}><summary>{text(block.title)}</summary><pre>{text(block.text)}</pre></details>"
+
+
+def _cell(text: str) -> str:
+    """A cell that may break between a figure and its interval, but within neither."""
+    kept = re.sub(r"\[[^]]*\]| %", lambda m: m[0].replace(" ", "\u00a0"), text)
+    return html.escape(kept)
 
 
 def _markdown(block: Block) -> str:

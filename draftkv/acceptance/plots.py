@@ -83,7 +83,7 @@ def al_by_policy(run: Run) -> bytes:
                     place = row + (turn - (len(moments) - 1) / 2) * 0.38
                     pale = len(moments) > 1 and turn == 0
                     ax.barh(place, record["al"], 0.34, color=look[policy]["color"], alpha=0.35 if pale else 0.9)
-                    ax.errorbar(record["al"], place, xerr=_whiskers([record], ("al", "al_low", "al_high")),
+                    ax.errorbar(record["al"], place, xerr=whiskers([record], ("al", "al_low", "al_high")),
                                 color="#30363d", capsize=3, linewidth=1.2)
                     note = f"{record['al']:.2f}" + (f"  step {step}" if row == 0 and len(moments) > 1 else "")
                     ax.text((record["al_high"] or record["al"]) + top * 0.015, place, note, va="center", fontsize=9)
@@ -119,7 +119,7 @@ def al_by_step(run: Run) -> bytes | None:
                 ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         for ax in axes[-1]:
             ax.set_xlabel("optimiser step")
-        _legend(figure, look)
+        legend(figure, look)
 
     return render(draw, 11, 0.8 + 3.1 * len(run.settings) + 0.25 * len(look))
 
@@ -142,7 +142,7 @@ def al_along(run: Run, setting: Setting) -> bytes | None:
             ax.set(title=f"{setting.label}: step {step}", xlabel="position in the response (tokens)",
                    xlim=(0, None), ylim=(0, None))
         axes[0].set_ylabel("acceptance length")
-        _legend(figure, {p: look[p] for p in run.policies_at(setting)})
+        legend(figure, {p: look[p] for p in run.policies_at(setting)})
 
     return render(draw, 5.6 * len(moments) + (1.4 if len(moments) == 1 else 0), 3.9 + 0.25 * len(look))
 
@@ -167,7 +167,7 @@ def by_draft_position(run: Run, setting: Setting) -> bytes | None:
             ax.set_xlabel(f"position in the draft ({setting.label})")
             ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         lines = [Line2D([], [], color="#30363d", linestyle=s, label=f"step {n}") for n, s in moments]
-        _legend(figure, {p: look[p] for p in run.policies_at(setting)}, lines if len(moments) > 1 else [])
+        legend(figure, {p: look[p] for p in run.policies_at(setting)}, lines if len(moments) > 1 else [])
 
     return render(draw, 11, 3.9 + 0.25 * len(look))
 
@@ -208,7 +208,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     return result
 
 
-def _whiskers(records: Sequence[dict], keys: tuple[str, str, str]) -> np.ndarray:
+def whiskers(records: Sequence[dict], keys: tuple[str, str, str]) -> np.ndarray:
     """[2, N] distances from the value to the ends of its interval."""
     value, low, high = (finite([r[k] for r in records]) for k in keys)
     return np.nan_to_num(np.maximum(np.stack([value - low, high - value]), 0.0))
@@ -220,7 +220,7 @@ def _band(ax: Axes, x: Sequence[float], records: Sequence[dict], keys: tuple[str
     ax.plot(x, value, linewidth=1.8, markersize=5, **look)
 
 
-def _legend(figure: Figure, look: Style, extra: Sequence[Line2D] = ()) -> None:
+def legend(figure: Figure, look: Style, extra: Sequence[Line2D] = ()) -> None:
     """Below the axes, so that it never covers data."""
     handles = [Line2D([], [], linewidth=1.8, markersize=5, label=p, **s) for p, s in look.items()]
     columns = 2 if max(map(len, look)) > 28 else 3

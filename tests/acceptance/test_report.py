@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from synthetic import POLICIES, write_run
 
-from draftkv.acceptance import plots, report
+from draftkv.acceptance import plots, report, wording
 from draftkv.acceptance.intervals import Interval
 from draftkv.acceptance.results import read_run
 from draftkv.acceptance.score import append_jsonl, read_acceptance, read_jsonl, score
@@ -50,7 +50,7 @@ def check_page(path: Path) -> str:
     checker = Checker()
     checker.feed(page)
     assert not checker.open
-    assert checker.links and all(link.startswith("data:image/png;base64,") for link in checker.links)
+    assert all(link.startswith("data:image/png;base64,") for link in checker.links)
     bare = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "", page)
     twin = path.with_suffix(".md").read_text()
     for text in (bare, twin):
@@ -99,10 +99,10 @@ def test_one_prompt_and_rows_without_blocks(tmp_path):
 
 
 def test_verdicts():
-    assert report.verdict(Interval(0.1, -0.1, 0.3, 9, 0)) == "no clear change"
-    assert report.verdict(Interval(0.2, 0.1, 0.3, 9, 0)) == "higher"
-    assert report.verdict(Interval(-0.2, -0.3, -0.1, 9, 0)) == "lower"
-    assert report.number(float("nan")) == report.number(None) == report.NONE
+    assert wording.verdict(Interval(0.1, -0.1, 0.3, 9, 0)) == "no clear change"
+    assert wording.verdict(Interval(0.2, 0.1, 0.3, 9, 0)) == "higher"
+    assert wording.verdict(Interval(-0.2, -0.3, -0.1, 9, 0)) == "lower"
+    assert wording.number(float("nan")) == wording.number(None) == wording.NONE
 
 
 def test_best_step_is_chosen_and_the_last_is_shown(tmp_path):
@@ -180,3 +180,44 @@ def test_command(trained, tmp_path, monkeypatch, capsys):
     line = [sys.executable, script, str(recipe), "output=nowhere"]
     missing = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path)
     assert missing.returncode == 2 and missing.stderr.count("\n") == 1 and "acceptance.jsonl" in missing.stderr
+
+
+def rho_sweep(folder, rhos=(0.25, 0.5, 0.75)):
+    specs = ["full", *({"policy": "rift_stat", "budget": b, "rho": r} for b in (64, 136) for r in rhos)]
+    points = []
+    for index, rho in enumerate(rhos):
+        gains = (0.0, *(0.08 - 0.1 * abs(rho - r) for _ in (64, 136) for r in rhos))
+        levels = (0.97, *(0.5 + b / 700 - 0.1 * abs(r - 0.5) for b in (64, 136) for r in rhos))
+        run = write_run(folder / f"train{rho}", steps=(0, 9), prompts=6, tokens=64, specs=specs, levels=levels,
+                        gains=gains, temperatures=(0.0,), bare=True)
+        points.append(({"views.2.rho": rho, "eval.select": index + 1}, run))
+    return points
+
+
+def test_sweep_report(tmp_path):
+    points = [*rho_sweep(tmp_path), ({"views.2.rho": 0.9, "eval.select": 1}, tmp_path / "failed")]
+    page = report.write_sweep_report(points, tmp_path / "report")
+    text = check_page(page)
+    assert "3 of 4 points" in text and "views.2.rho=0.9" in text
+    assert "Sweep of views.2.rho" in text and "rift_stat B=136 rho=0.25" in text and "before training" in text
+    names = {p.stem.split("_")[0] + "_" + p.stem.split("_")[1] for p in (page.parent / "plots").iterdir()}
+    assert {"heat_held", "eval_rho", "eval_budget", "train_views.2.rho"} <= names
+    record = read_run(points[0][1]).get(read_run(points[0][1]).settings[0], "rift_stat B=64 rho=0.25", 9)
+    assert f"{record['al']:.2f} [{record['al_low']:.2f}, {record['al_high']:.2f}]" in text
+
+
+def test_sweep_report_without_results(tmp_path):
+    untrained = write_run(tmp_path / "a", steps=(0,), prompts=2, temperatures=(0.0,), bare=True)
+    points = [({"seed": 0}, untrained), ({"seed": 1}, tmp_path / "gone"), ({"seed": None}, tmp_path / "gone")]
+    page = report.write_sweep_report(points, tmp_path / "report").read_text()
+    assert "0 of 3 points" in page and "only step 0 was evaluated" in page and "no such file" in page
+    with pytest.raises(InputError):
+        report.write_sweep_report([], tmp_path)
+
+
+def test_sweep_report_of_mixed_keys(tmp_path):
+    """A list value, a missing key and a repeated number are points like any other."""
+    runs = [write_run(tmp_path / n, steps=(0, 5), prompts=2, tokens=40, temperatures=(0.0,), bare=True) for n in "abc"]
+    keys = ({"views.1.budget": [64, 128], "seed": 0}, {"views.1.budget": 64, "seed": 0}, {"views.1.budget": 64})
+    page = report.write_sweep_report(list(zip(keys, runs, strict=True)), tmp_path / "report")
+    assert "views.1.budget=[64, 128]" in check_page(page).replace("\u00a0", " ")
