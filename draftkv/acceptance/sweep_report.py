@@ -140,7 +140,8 @@ def _section(trained: list[Trained], setting: Setting) -> list[Block]:
             blocks.append(Picture(f"eval_{key}_{slug}_{place}",
                                   _against_evaluation(points, setting, family, key, before),
                                   f"AL and retention against the {key} of the evaluation, {setting.label}",
-                                  f"{_family_name(trained, family, key)}. Whiskers: 95 % intervals over prompts, moved apart."))
+                                  f"{_family_name(trained, family, key)}. Whiskers are 95 % intervals over prompts, "
+                                  "moved apart."))
     for axis in points[0].axes:
         values = {t.axes[axis] for t in points if _is_number(t.axes[axis])}
         if len(values) > 1:
