@@ -222,19 +222,20 @@ def run_sweep(sweep: Sweep, launch: Sequence[str] = (), runner: Runner | None = 
         else:
             failed.append(point)
             say(f"{title}: FAILED after {seconds:.0f} s with status {status}: {_last_line(point.log)}")
-    finished = [p for p in sweep.points if p.finished]
-    if finished:
-        _report(sweep, finished)
+    if any(p.finished for p in sweep.points):
+        _report(sweep)
     if failed:
         logs = ", ".join(f"{p.recipe.name} ({p.log})" for p in failed)
         raise RunError(f"{len(failed)} of {len(sweep.points)} points failed: {logs}; run again to retry only those")
 
 
-def _report(sweep: Sweep, finished: list[Point]) -> None:
+def _report(sweep: Sweep) -> None:
     from draftkv.acceptance.report import write_sweep_report
 
-    written = write_sweep_report(finished, sweep.folder / "report")
-    say(f"sweep report: {written or sweep.folder / 'report'}")
+    # An unfinished point is listed as missing. It is given by its log, not by its folder, which may hold records of
+    # half a run or of an earlier recipe.
+    points = [(p.changes, p.recipe.run_dir if p.finished else p.log) for p in sweep.points]
+    say(f"sweep report: {write_sweep_report(points, sweep.folder / 'report')}")
 
 
 def _last_line(log: Path) -> str:

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# The whole main job on a CPU: install, rollouts, distillation, export, report.
+#
+#   bash launch/quickstart.sh [key.sub=value ...]        overrides of recipes/quickstart.yaml
+#
+# Runs from any directory; results are in the repository's runs/quickstart/. Run it again at any time: each stage
+# skips what is finished, goes on where it was stopped, and says so when the recipe changed.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
+
+case "${1:-}" in -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;; esac
+
+begin=$SECONDS
+install embedded
+times="$(printf '  %-10s %5d s' install $((SECONDS - begin)))"
+cd "$ROOT"
+recipe=recipes/quickstart.yaml
+usage="$(mktemp)"
+trap 'rm -f "$usage"' EXIT
+
+# The folder of the run, from the recipe itself; this also refuses a bad override before anything runs.
+run="$("$PY" - "$recipe" "$@" <<'PYTHON'
+import sys
+from draftkv.errors import InputError
+from draftkv.recipe import load_recipe
+try:
+    print(load_recipe(sys.argv[1], sys.argv[2:]).run_dir)
+except InputError as error:
+    sys.exit(f"error: {error}")
+PYTHON
+)" || exit 2
+
+# Runs a command and notes the largest memory that it or any process it started had, in MiB.
+measured() {
+    "$PY" - "$usage" "$@" <<'PYTHON'
+import resource, signal, subprocess, sys
+child = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL)
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child gets it too, and saves
+status = child.wait()
+peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+with open(sys.argv[1], "a") as file:
+    print(peak // (1024 * 1024 if sys.platform == "darwin" else 1024), file=file)
+sys.exit(status if status >= 0 else 1)
+PYTHON
+}
+
+stage() {
+    local name="$1" start=$SECONDS status=0
+    shift
+    echo
+    echo "== $name"
+    measured "$@" || status=$?
+    if [ $status -ne 0 ]; then
+        echo "quickstart: '$name' ended with status $status; see above. The same command goes on from here." >&2
+        exit $status
+    fi
+    times+="$(printf '\n  %-10s %5d s' "$name" $((SECONDS - start)))"
+}
+
+# Given in full, so that a configuration of accelerate on this machine cannot change the quickstart.
+accelerate=("$PY" -m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no
+    --dynamo_backend no)
+command -v nvidia-smi >/dev/null || accelerate+=(--cpu)
+
+stage rollouts "$PY" data/rollouts.py "$recipe" "$@"
+stage distill "${accelerate[@]}" train/distill.py "$recipe" "$@"
+stage report "$PY" eval/report.py "$recipe" "$@"
+
+echo
+echo "== summary"
+# The report's own summary: from its title to its first picture or second heading.
+awk '/^!\[/ || (/^## / && ++headings > 2) { exit } { print }' "$run/report/report.md"
+echo "time"
+echo "$times"
+printf '  %-10s %5d s\n' together $((SECONDS - begin))
+echo "peak memory of one process: $(sort -n "$usage" | tail -n 1) MiB"
+echo "report:   $ROOT/$run/report/report.html  (and report.md)"
+echo "drafter:  $ROOT/$run/export"
