@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from draftkv.cache.policy import Policy
+from draftkv.embedded import cache_dir
 from draftkv.errors import InputError
 from draftkv.recipe import Recipe, View, validate
 from draftkv.shapes import shape_of
@@ -126,11 +127,6 @@ def _text(rng: random.Random, words: int) -> str:
     theme = ["".join(rng.choices(_SYLLABLES, k=2)) for _ in range(12)]
     fresh = ("".join(rng.choices(_SYLLABLES, k=rng.randint(1, 3))) for _ in range(words))
     return " ".join(rng.choice(theme) if rng.random() < 0.6 else word for word in fresh)
-
-
-def cache_dir() -> Path:
-    """Where what was made once is kept: $DRAFTKV_CACHE, or ~/.cache/draftkv."""
-    return Path(os.environ.get("DRAFTKV_CACHE") or Path.home() / ".cache" / "draftkv").expanduser()
 
 
 def _publish(final: Path, write: Any) -> Path:

@@ -34,7 +34,7 @@ from draftkv.errors import InputError, RunError
 from draftkv.recipe import Recipe, Section, load_recipe, validate
 
 DISTILL = Path(__file__).parents[1] / "train" / "distill.py"
-LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
+LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--quiet")  # quiet: no stack trace of its own
 
 
 class SweepFile(Section):

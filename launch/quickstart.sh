@@ -58,8 +58,8 @@ stage() {
 }
 
 # Given in full, so that a configuration of accelerate on this machine cannot change the quickstart.
-accelerate=("$PY" -m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no
-    --dynamo_backend no)
+accelerate=("$PY" -m accelerate.commands.launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no
+    --dynamo_backend no --num_cpu_threads_per_process "${OMP_NUM_THREADS:-$(getconf _NPROCESSORS_ONLN)}")
 command -v nvidia-smi >/dev/null || accelerate+=(--cpu)
 
 stage rollouts "$PY" data/rollouts.py "$recipe" "$@"
@@ -74,5 +74,6 @@ echo "time"
 echo "$times"
 printf '  %-10s %5d s\n' together $((SECONDS - begin))
 echo "peak memory of one process: $(sort -n "$usage" | tail -n 1) MiB"
-echo "report:   $ROOT/$run/report/report.html  (and report.md)"
-echo "drafter:  $ROOT/$run/export"
+case "$run" in /*) ;; *) run="$ROOT/$run" ;; esac
+echo "report:   $run/report/report.html  (and report.md)"
+echo "drafter:  $run/export"
