@@ -89,7 +89,7 @@ def distill_loss(
             total = _FusedLoss.apply(hidden, weight, work)
         else:
             total, _, _ = work.run(hidden.detach(), weight.detach(), False, False)
-    return HeadLoss(total, {name: torch.cat(rows).sum() for name, rows in work.rows.items()})
+    return HeadLoss(total, {name: rows.sum() for name, rows in work.rows.items()})
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -126,7 +126,7 @@ class _Pass:
     step: int
     vocab: int
     coupling: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # term index -> tensors [N]
-    rows: dict[str, list[Tensor]] = field(default_factory=dict)  # metric -> per-row values of each chunk
+    rows: dict[str, Tensor] = field(default_factory=dict)  # metric -> per-row values [N]
 
     def spans(self) -> list[tuple[int, int]]:
         """Chunks [start, stop); for N = 0 a single empty one, so that every metric exists."""
@@ -137,15 +137,15 @@ class _Pass:
     def couple(self, hidden: Tensor, weight: Tensor) -> None:
         """First pass, only where a term couples rows: acceptance of every row, then what a row needs of the others."""
         coupled = {i: term for i, term in enumerate(self.terms) if term.name in COUPLED}
-        alphas: dict[float, list[Tensor]] = {term.temperature: [] for term in coupled.values()}
+        alphas = {term.temperature: hidden.new_zeros(len(hidden), dtype=torch.float32) for term in coupled.values()}
         for start, stop in self.spans() if coupled else []:
             logits = head_logits(hidden[start:stop], weight[: self.vocab])
             teacher = self.signal.rows(start, stop, self.vocab)
-            for temperature, parts in alphas.items():
+            for temperature, alpha in alphas.items():
                 log_q = drafter_log_probs(logits, teacher, temperature)
-                parts.append(acceptance(target_log_probs(teacher, temperature), log_q))
+                alpha[start:stop] = acceptance(target_log_probs(teacher, temperature), log_q)
         for i, term in coupled.items():
-            alpha = torch.cat(alphas[term.temperature])
+            alpha = alphas[term.temperature].clone()
             if term.name == "lk_hybrid":
                 self.coupling[i] = (hybrid_share(alpha, self.lengths, term.eta),)
                 continue
@@ -172,15 +172,15 @@ class _Pass:
                 grad_weight[: self.vocab].addmm_(grad_logits.t(), hidden[start:stop].float())
             del grad_logits  # or it would live beside the next chunk's buffers
         labelled = zip(term_labels(self.terms), self.terms, strict=True)
-        total = sum(term.weight * torch.cat(self.rows[label]).sum() for label, term in labelled)
+        total = sum(term.weight * self.rows[label].sum() for label, term in labelled)
         return total, grad_hidden, grad_weight
 
     def _chunk(self, hidden: Tensor, head: Tensor, start: int, stop: int, want: bool) -> Tensor | None:
         """Per-row values of one chunk into `rows`; the gradient [n, V] of its logits where it is wanted."""
         teacher = self.signal.rows(start, stop, self.vocab)
         logits = head_logits(hidden[start:stop], head)
-        self._note("agree", agreement(logits, teacher))
-        self._note("rows", logits.new_ones(len(logits)))
+        self._note("agree", start, agreement(logits, teacher))
+        self._note("rows", start, logits.new_ones(len(logits)))
         grad_logits = None
         # The signal's own temperature comes last, even if no term has it: metrics are taken there.
         temperatures = sorted({term.temperature for term in self.terms} | {teacher.temperature})
@@ -200,7 +200,7 @@ class _Pass:
         """Values of the terms at one temperature, and the gradient of their weighted sum with respect to log q."""
         if temperature == symbols.teacher_temperature:
             for name, value in symbols.metrics().items():
-                self._note(name, value)
+                self._note(name, start, value)
         labels = term_labels(self.terms)
         grad: Tensor | None = None
         for i, term in enumerate(self.terms):
@@ -210,7 +210,7 @@ class _Pass:
             log_q = symbols.log_q.detach().requires_grad_(want)
             with torch.set_grad_enabled(want):
                 rows = self._rows(i, term, symbols.log_p, log_q, slice(start, stop))
-            self._note(labels[i], rows.detach())
+            self._note(labels[i], start, rows.detach())
             if want:
                 (part,) = torch.autograd.grad(rows, log_q, torch.ones_like(rows))
                 del rows
@@ -228,8 +228,12 @@ class _Pass:
         alpha = acceptance(log_p, log_q)
         return value + slope * (alpha - alpha.detach())
 
-    def _note(self, name: str, value: Tensor) -> None:
-        self.rows.setdefault(name, []).append(value)
+    def _note(self, name: str, start: int, value: Tensor) -> None:
+        # Into one tensor made once: a small one kept per chunk would settle in a freed [n, V] block of the C heap and
+        # split it, so that the next chunk needs a new one (seen: 2 GB of such holes).
+        if name not in self.rows:
+            self.rows[name] = value.new_zeros(len(self.signal))
+        self.rows[name][start : start + len(value)] = value
 
 
 class _Symbols:
