@@ -106,6 +106,10 @@ class View(Section):
         fixed = {n: v for n in ("budget", "rho") if (v := getattr(self, n)) is not None}
         return Policy.model_validate({**self.parts, **fixed, **drawn})
 
+    @property
+    def is_range(self) -> bool:
+        return isinstance(self.budget, list) or isinstance(self.rho, list)
+
     def draw(self, rng: random.Random) -> Policy:
         drawn: dict[str, Any] = {}
         if isinstance(self.budget, list):
@@ -157,6 +161,7 @@ class Eval(Section):
     select: int = Field(-1, description="index in `policies` whose T=0 AL picks the best checkpoint; -1: the last")
     bootstrap: int = Field(2000, ge=100, description="resamples for the 95 % intervals")
     rows: int | None = Field(None, ge=1, description="held-out rows per temperature; null: all")
+    precision: Literal["bf16", "no"] = Field("bf16", description="autocast of replay; logits are always fp32")
 
     @model_validator(mode="after")
     def _full_comes_first(self) -> "Eval":

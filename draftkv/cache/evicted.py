@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from draftkv.cache.attention import LayerInfo, attend_prompt, attend_rows, front_positions, gather
 from draftkv.cache.policy import Policy
+from draftkv.teacher.signals import head_logits
 
 
 class EvictedLayer(CacheLayerMixin):
@@ -148,7 +149,7 @@ class EvictedCache(Cache):
         self.length += count
         if self.prompt_len is None:
             self.prompt_len = count
-        return head_logits(model, hidden[-keep:] if keep else hidden)
+        return head_logits(hidden[-keep:] if keep else hidden, model.get_output_embeddings().weight)
 
     def commit(self) -> None:
         """Everything fed so far is final: drop entries that no later row can see, remember recurrent states."""
@@ -173,14 +174,6 @@ class EvictedCache(Cache):
             slot.drop_newest(self.length - length)
         self.length = length
         return length
-
-
-def head_logits(model: torch.nn.Module, hidden: Tensor) -> Tensor:
-    """Logits in fp32 from hidden states of any dtype: bf16 logits tie, and ties flip argmax."""
-    head = model.get_output_embeddings()
-    with torch.autocast(hidden.device.type, enabled=False):
-        bias = None if head.bias is None else head.bias.float()
-        return torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
 def _state(layer: object) -> tuple[dict, dict, dict]:

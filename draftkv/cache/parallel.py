@@ -6,7 +6,9 @@ response only, and `position_ids` restart after the prompt. Gradient flows throu
 included; the selection itself is detached.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,6 +79,16 @@ def _attend_segment(
             front = (gather(key[:, :prompt_len], kept), gather(value[:, :prompt_len], kept))
     tail = tuple(torch.cat([x[:, low:prompt_len], x[:, own]], 1) for x in (key, value))
     return attend_rows(layer, query[:, own], front, tail, prompt_len - low, window)
+
+
+def passes(policies: Sequence[Policy], prompt_len: int, shared: bool) -> list[list[Policy]]:
+    """Group policies into forward passes: those whose prompt rows see the same may share one."""
+    if not shared:
+        return [[p] for p in policies]
+    groups: dict[Any, list[Policy]] = {}
+    for policy in policies:
+        groups.setdefault(policy.prefill_split(prompt_len), []).append(policy)
+    return list(groups.values())
 
 
 def single(prompt_len: int, length: int, policy: Policy) -> ParallelView:

@@ -1,0 +1,52 @@
+"""What an architecture can honour, read from its configuration before any weight is loaded."""
+
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+
+from draftkv.errors import InputError
+
+# Architectures whose layers hand attention to transformers' interface with the arguments that the kernel needs; each
+# is in the parity tests. Others are refused rather than trained under masks that nobody has checked.
+SUPPORTED = {
+    "llama": "Llama",
+    "qwen3": "Qwen3",
+    "qwen3_5_text": "Qwen3.5",
+    "gemma3_text": "Gemma 3",
+    "gpt_oss": "GPT-OSS",
+}
+
+
+def layer_kinds(config: PretrainedConfig) -> list[str]:
+    """For each layer: "full", "sliding", "recurrent" or "other"."""
+
+    def kind(layer: object) -> str:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            return "recurrent"
+        if isinstance(layer, DynamicLayer):
+            return "sliding" if layer.is_sliding else "full"
+        return "other"
+
+    return [kind(layer) for layer in DynamicCache(config=config).layers]
+
+
+def shares_prompt(config: PretrainedConfig) -> bool:
+    """Whether several views of one row can share a prompt pass laid out in one sequence: recurrent layers would carry
+    the first view's state into the second."""
+    return "recurrent" not in layer_kinds(config)
+
+
+def check_drafter(config: PretrainedConfig, name: str) -> None:
+    """Refuse a drafter that cache policies were not proven on.
+
+    Raises:
+        InputError: the architecture is not in the parity tests, or it has no full-attention layer to compress.
+    """
+    text = config.get_text_config(decoder=True)
+    if text.model_type not in SUPPORTED:
+        raise InputError(
+            f"{name}: cache policies are not proven on '{text.model_type}'; supported: {', '.join(SUPPORTED.values())}"
+        )
+    if "full" not in layer_kinds(text):
+        raise InputError(f"{name}: no full-attention layer, so there is no cache for a policy to compress")
+    if getattr(text, "attention_dropout", 0):
+        raise InputError(f"{name}: attention_dropout is {text.attention_dropout}; it must be 0 under a cache policy")

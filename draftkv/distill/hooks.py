@@ -1,0 +1,148 @@
+"""What the loop calls when something is due: evaluation, logging, trackers."""
+
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from draftkv.acceptance.replay import evaluate
+from draftkv.acceptance.score import append_jsonl, read_acceptance
+from draftkv.cli import progress, say
+from draftkv.models import quiet
+from draftkv.recipe import Recipe
+
+
+class Evaluation:
+    """Full-cache and compressed acceptance of the drafter on held-out rollouts; keeps the best weights.
+
+    Records go to `acceptance.jsonl` and the trackers. The best step is the one with the highest T = 0 AL under
+    `eval.policies[eval.select]`; its weights are kept in `checkpoints/best/`.
+    """
+
+    def __init__(self, recipe: Recipe, accelerator: Accelerator, model: torch.nn.Module, rows: Sequence[dict[str, Any]],
+                 trackers: "Trackers"):  # fmt: skip
+        self.recipe, self.accelerator, self.model = recipe, accelerator, model
+        self.rows, self.trackers = rows, trackers
+        self.path = recipe.run_dir / "acceptance.jsonl"
+        self.best: dict[str, Any] = {}
+
+    def __call__(self, step: int) -> None:
+        settings, accelerator = self.recipe.eval, self.accelerator
+        if self._done(step):
+            return
+        share = list(self.rows[accelerator.process_index :: accelerator.num_processes])
+        with progress(f"evaluate at step {step}", len(share)) as advance:
+            records = evaluate(
+                self.model, share, settings.policies, settings.draft_length, draft=settings.draft,
+                bf16=settings.precision == "bf16", bootstrap=settings.bootstrap, seed=self.recipe.seed,
+                advance=lambda: advance(""),
+                gather=gather_object if accelerator.num_processes > 1 else lambda x: x,
+            )  # fmt: skip
+        if accelerator.is_main_process:
+            for record in records:
+                append_jsonl(self.path, {"step": step, "checkpoint": f"step {step}", "split": "held_out", **record})
+            self.trackers.log(_flat(records), step)
+        self._report(step, records)
+        self._keep_best(step, records)
+
+    def _done(self, step: int) -> bool:
+        """A run that was killed between an evaluation and its checkpoint finds its records written already. The last
+        of them wins when read, so only a resumed step-0 evaluation, which changes nothing, is skipped."""
+        return step == 0 and self.path.is_file() and any(r["step"] == 0 for r in read_acceptance(self.path))
+
+    def _report(self, step: int, records: list[dict[str, Any]]) -> None:
+        for record in records:
+            kept = "" if record["retention"] is None else f"  retention {record['retention']:.1%}"
+            interval = f"[{_show(record['al_low'])}, {_show(record['al_high'])}]"
+            say(f"  step {step}  T={record['temperature']:g}  {record['policy']:<32} AL {_show(record['al'])} "
+                f"{interval}{kept}")  # fmt: skip
+
+    def _keep_best(self, step: int, records: list[dict[str, Any]]) -> None:
+        """Remember the best weights, those of an untrained drafter excepted."""
+        policy = self.recipe.eval.policies[self.recipe.eval.select].label
+        coldest = min(r["temperature"] for r in records)
+        al = next(r["al"] for r in records if r["policy"] == policy and r["temperature"] == coldest)
+        if step == 0 or al is None or al <= self.best.get("al", 0.0):
+            return
+        self.best.update(step=step, al=al, policy=policy)
+        save_weights(self.accelerator, self.model, self.recipe.run_dir / "checkpoints" / "best", step)
+
+
+def save_weights(accelerator: Accelerator, model: torch.nn.Module, path: Path, step: int) -> None:
+    """Save the drafter's weights as a Hugging Face folder, written beside and renamed."""
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        draft = path.with_name(f".{path.name}")
+        shutil.rmtree(draft, ignore_errors=True)
+        with quiet():
+            model.save_pretrained(draft)
+        (draft / "step.json").write_text(json.dumps({"step": step}))
+        shutil.rmtree(path, ignore_errors=True)
+        draft.rename(path)
+    accelerator.wait_for_everyone()
+
+
+class Trackers:
+    """`metrics.jsonl` always; wandb, trackio or tensorboard when asked for. A tracker that is missing, offline or that
+    fails is announced once and never stops a run."""
+
+    def __init__(self, recipe: Recipe, accelerator: Accelerator):
+        self.path = recipe.run_dir / "metrics.jsonl"
+        self.accelerator, self.active = accelerator, False
+        if not recipe.trackers:
+            return
+        os.environ.setdefault("WANDB_SILENT", "true")
+        if not os.environ.get("WANDB_API_KEY") and not (Path.home() / ".netrc").is_file():
+            os.environ.setdefault("WANDB_MODE", "offline")
+        try:
+            accelerator.init_trackers(recipe.name, config={"recipe": recipe.as_yaml()})
+            self.active = True
+        except Exception as error:  # whatever a tracker raises, the run goes on
+            say(f"trackers are off: {type(error).__name__}: {error}")
+
+    @staticmethod
+    def available(recipe: Recipe) -> list[str]:
+        """The trackers of the recipe whose package is installed; the others are named and left out."""
+        found = [name for name in recipe.trackers if importlib.util.find_spec(name)]
+        for name in set(recipe.trackers) - set(found):
+            say(f"tracker {name} is not installed (pip install 'draftkv[{name}]'); the run goes on without it")
+        return found
+
+    def step(self, record: dict[str, Any]) -> None:
+        if self.accelerator.is_main_process:
+            append_jsonl(self.path, record)
+            self.log({k: v for k, v in record.items() if k != "step" and v is not None}, record["step"])
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        if not self.active:
+            return
+        try:
+            self.accelerator.log(values, step=step)
+        except Exception as error:
+            say(f"trackers are off: {type(error).__name__}: {error}")
+            self.active = False
+
+    def close(self) -> None:
+        if self.active:
+            try:
+                self.accelerator.end_training()
+            except Exception as error:
+                say(f"trackers did not close: {type(error).__name__}: {error}")
+
+
+def _flat(records: list[dict[str, Any]]) -> dict[str, float]:
+    return {
+        f"{name}/T{r['temperature']:g}/{r['policy']}": r[name]
+        for r in records for name in ("al", "retention") if r[name] is not None
+    }  # fmt: skip
+
+
+def _show(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,174 @@
+"""The training loop: readable top to bottom.
+
+step -> items (rows and views) -> forward passes -> one optimiser step -> log -> evaluate / checkpoint when due.
+"""
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from draftkv.distill import checkpoints
+from draftkv.distill.hooks import Evaluation
+from draftkv.distill.schedule import Item, Schedule, learning_rate
+from draftkv.distill.student import Student, Teacher, build_batch, supervised_rows
+from draftkv.errors import RunError
+from draftkv.recipe import Recipe
+
+
+class StopSignal:
+    """SIGTERM and SIGUSR1 (what schedulers send before they take a machine) ask the loop to save and leave."""
+
+    def __init__(self):
+        self.asked = False
+        for name in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(name, self._ask)
+
+    def _ask(self, *_: Any) -> None:
+        self.asked = True
+
+
+@dataclass
+class Progress:
+    """What a checkpoint remembers beside weights and optimiser."""
+
+    step: int = 0
+    supervised_tokens: int = 0
+    fed_tokens: int = 0
+    bad_steps: int = 0
+    bad_in_a_row: int = 0
+
+
+class Trainer:
+    """Trains one drafter.
+
+    Args:
+        student: prepared by `accelerator` with `optimizer`.
+        teacher: the target; stays outside `prepare`, it is never updated.
+        evaluate: called with the number of finished steps; remembers the best.
+        log: called with one dictionary per step.
+    """
+
+    def __init__(
+        self, recipe: Recipe, accelerator: Accelerator, student: Student, optimizer: torch.optim.Optimizer,
+        teacher: Teacher, schedule: Schedule, evaluate: Evaluation, log: Callable[[dict[str, Any]], None],
+    ):
+        self.recipe, self.accelerator, self.student, self.optimizer = recipe, accelerator, student, optimizer
+        self.teacher, self.schedule, self.evaluate, self.log = teacher, schedule, evaluate, log
+        self.progress = Progress()
+        self.stop = StopSignal()
+        self.shared = accelerator.unwrap_model(student).shared
+
+    def resume(self) -> bool:
+        """Continue from the newest complete checkpoint, if there is one."""
+        state = checkpoints.load_newest(self.accelerator, self.recipe.run_dir)
+        if state:
+            self.evaluate.best = state.pop("best")
+            self.progress = Progress(**state)
+        return bool(state)
+
+    def run(self, advance: Callable[[str], None] = lambda note: None) -> bool:
+        """Train to the last step. Returns False when a signal stopped it (after saving)."""
+        train, eval_every = self.recipe.train, self.recipe.eval.every
+        if self.progress.step == 0:
+            self.evaluate(0)
+        while self.progress.step < train.steps:
+            note = self.step()
+            step = self.progress.step
+            advance(note)
+            last, leaving = step == train.steps, self._asked_to_stop()
+            saving = last or leaving or step % train.checkpoint_every == 0
+            if last or step % eval_every == 0 or (saving and not leaving):
+                self.evaluate(step)
+            if saving:
+                self.save()
+            if leaving and not last:
+                return False
+        return True
+
+    def save(self) -> None:
+        state = {**vars(self.progress), "best": self.evaluate.best}
+        step = state.pop("step")
+        checkpoints.save(self.accelerator, self.recipe.run_dir, step, state, self.recipe.train.keep_checkpoints)
+
+    def step(self) -> str:
+        """One optimiser step; returns a short note for the progress bar."""
+        start = time.perf_counter()
+        progress, step = self.progress, self.progress.step
+        items = self.schedule.items(step)
+        supervised = sum(item.supervised for item in items)
+        lr = learning_rate(self.recipe.train, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        sums = self._accumulate(items, supervised)
+        norm = self.accelerator.clip_grad_norm_(self.student.parameters(), self.recipe.train.clip)
+        finite = math.isfinite(float(norm)) and math.isfinite(sums["loss"])
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        progress.step += 1
+        self._count(items, supervised, finite)
+        wall = time.perf_counter() - start
+        means = {k: v / max(1, sums["rows"]) for k, v in sums.items() if k not in ("rows", "loss")}
+        record = {"step": progress.step, "loss": sums["loss"], "lr": lr, "grad_norm": float(norm), **means,
+                  "supervised_tokens": progress.supervised_tokens, "skipped": progress.bad_steps,
+                  "tokens_per_s": sum(i.fed for i in items) / wall, "step_s": wall}  # fmt: skip
+        self.log({k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in record.items()})
+        return f"loss {sums['loss']:.4f}  alpha {means.get('alpha', 0):.3f}  lr {lr:.1e}"
+
+    def _accumulate(self, items: list[Item], supervised: int) -> dict[str, float]:
+        """Forward and backward of every pass of this process. Gradients and the returned `loss` are those of the sum
+        over all rows of all processes divided by their number, however rows fall into passes and processes."""
+        accelerator = self.accelerator
+        world = accelerator.num_processes
+        passes = self.schedule.micro_batches(items, accelerator.process_index, world)
+        sums: dict[str, Tensor] = {}
+        for i, micro in enumerate(passes):
+            # A process without rows repeats one with weight 0: collectives inside the model must match.
+            weight, micro = (1.0, micro) if micro else (0.0, items[:1])
+            with accelerator.no_sync(self.student) if i + 1 < len(passes) else nullcontext():
+                result = self._forward(micro)
+                # DDP averages gradients over processes; the sum is wanted.
+                accelerator.backward(result.total * (weight * world / max(1, supervised)))
+            found = {**result.metrics, "loss": result.total.detach() / max(1, supervised)}
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + weight * value.double()
+        names = sorted(sums)
+        total = accelerator.reduce(torch.stack([sums[n].float() for n in names]), "sum")
+        return dict(zip(names, total.tolist(), strict=True))
+
+    def _forward(self, items: list[Item]) -> Any:
+        batch, owners = build_batch(items, self.shared)
+        rows, lengths = supervised_rows(batch, owners)
+        device = self.accelerator.device
+        return self.student(batch.to(device), rows.to(device), self.teacher.signal(items, owners), lengths)
+
+    def _count(self, items: list[Item], supervised: int, finite: bool) -> None:
+        progress = self.progress
+        if finite:
+            progress.bad_in_a_row = 0
+            progress.supervised_tokens += supervised
+            progress.fed_tokens += sum(item.fed for item in items)
+            return
+        progress.bad_steps += 1
+        progress.bad_in_a_row += 1
+        if progress.bad_in_a_row >= self.recipe.train.max_bad_steps:
+            names = ", ".join(sorted({item.row["row_id"] for item in items}))
+            raise RunError(
+                f"{progress.bad_in_a_row} steps in a row gave a non-finite loss or gradient; last rows: {names};"
+                " lower train.lr, or look at these rows"
+            )
+
+    def _asked_to_stop(self) -> bool:
+        """Whether any process was asked to stop; all of them must agree, or one waits for ever."""
+        if self.accelerator.num_processes == 1:
+            return self.stop.asked
+        flag = torch.tensor([float(self.stop.asked)], device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, "sum").item() > 0)

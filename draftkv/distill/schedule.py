@@ -1,0 +1,84 @@
+"""What each optimiser step sees: rows, views and learning rate, as pure functions of (seed, step).
+
+Nothing here has state, so resuming is starting at another step, and any number of processes sees the same rows in the
+same order under the same views.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftkv.cache.policy import Policy
+from draftkv.recipe import Recipe, Train, View
+
+
+@dataclass(frozen=True)
+class Item:
+    """One row of a step and the views it is trained under."""
+
+    row: dict[str, Any]
+    views: tuple[Policy, ...]
+
+    @property
+    def supervised(self) -> int:
+        """Rows with a loss. The first response token comes from the target's prefill: no draft, no loss."""
+        return len(self.views) * (len(self.row["response_ids"]) - 1)
+
+    @property
+    def fed(self) -> int:
+        """Tokens that the drafter is fed when the views share the prompt's pass."""
+        return len(self.row["prompt_ids"]) + self.supervised
+
+
+def learning_rate(train: Train, step: int) -> float:
+    """Linear warm-up, then a cosine to `min_lr_ratio` of the peak at the last step. `step` counts from 0."""
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    span = max(1, train.steps - 1 - train.warmup_steps)
+    done = min(1.0, (step - train.warmup_steps) / span)
+    return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def draw_views(views: Sequence[View], count: int, seed: int, step: int, row_id: str) -> tuple[Policy, ...]:
+    """`count` policies for one row, weighted, without repeating a fixed one while others are left."""
+    rng = random.Random(f"views/{seed}/{step}/{row_id}")
+    drawn: list[Policy] = []
+    left = list(views)
+    for _ in range(count):
+        view = rng.choices(left, [v.weight for v in left])[0]
+        drawn.append(view.draw(rng))
+        if not view.is_range and len(left) > 1:
+            left.remove(view)
+    return tuple(drawn)
+
+
+class Schedule:
+    """Rows and views of every step: epochs are seeded permutations, laid end to end."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], recipe: Recipe):
+        self.rows, self.recipe = rows, recipe
+
+    def items(self, step: int) -> list[Item]:
+        """All rows of a step, the longest first (so that rows of a forward pass have similar lengths)."""
+        train, total = self.recipe.train, len(self.rows)
+        places = range(step * train.rows, (step + 1) * train.rows)
+        chosen = [self._epoch(place // total)[place % total] for place in places]
+        items = [
+            Item(row, draw_views(self.recipe.views, train.views_per_row, self.recipe.seed, step, f"{i}/{row['row_id']}"))
+            for i, row in enumerate(self.rows[index] for index in chosen)
+        ]
+        return sorted(items, key=lambda item: -item.fed)
+
+    def _epoch(self, epoch: int) -> list[int]:
+        order = list(range(len(self.rows)))
+        random.Random(f"rows/{self.recipe.seed}/{epoch}").shuffle(order)
+        return order
+
+    def micro_batches(self, items: Sequence[Item], rank: int, processes: int) -> list[list[Item]]:
+        """This process's share of a step, in forward passes of `micro_rows`. Every process gets the same number of
+        passes (the last may be empty there), so that collectives match."""
+        size, share = self.recipe.train.micro_rows, items[rank::processes]
+        passes = math.ceil(math.ceil(len(items) / processes) / size)
+        return [list(share[i * size : (i + 1) * size]) for i in range(passes)]

@@ -1,0 +1,90 @@
+"""The two models of training: the drafter with its loss as one module, and the target that supervises it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftkv.cache.architecture import shares_prompt
+from draftkv.cache.parallel import Batch, lay_out, passes
+from draftkv.distill.head import HeadLoss, distill_loss
+from draftkv.distill.schedule import Item
+from draftkv.recipe import LossTerm
+from draftkv.teacher.signals import Hidden
+
+
+def build_batch(items: Sequence[Item], shared: bool) -> tuple[Batch, list[tuple[int, int]]]:
+    """Lay out items; views that cannot share a prompt pass get rows of their own.
+
+    Returns:
+        The batch, and for each segment in order (batch row, index of its item).
+    """
+    prompts, responses, views, owners = [], [], [], []
+    for index, item in enumerate(items):
+        for group in passes(item.views, len(item.row["prompt_ids"]), shared):
+            prompts.append(item.row["prompt_ids"])
+            responses.append(item.row["response_ids"])
+            views.append(group)
+            owners += [(len(prompts) - 1, index)] * len(group)
+    return lay_out(prompts, responses, views), owners
+
+
+class Student(nn.Module):
+    """The drafter and its loss. One module, so that wrappers (DDP, FSDP) see a single forward per pass.
+
+    Args:
+        model: the drafter, loaded with attention `draftkv`, fp32 weights.
+        vocab: ids that target and drafter share.
+    """
+
+    def __init__(self, model: nn.Module, terms: Sequence[LossTerm], vocab: int, chunk: int):
+        super().__init__()
+        self.model, self.terms, self.vocab, self.chunk = model, list(terms), vocab, chunk
+        self.shared = shares_prompt(model.config)
+
+    def forward(self, batch: Batch, rows: Tensor, signal: Hidden, lengths: list[int]) -> HeadLoss:
+        """Loss of one pass, summed over supervised rows.
+
+        Args:
+            rows: [N, 2] (batch row, sequence index) of supervised rows, segment by segment.
+            signal: the target at the same rows.
+            lengths: supervised rows of each segment.
+        """
+        hidden = self.model.get_decoder()(
+            batch.input_ids, position_ids=batch.position_ids, cache_view=batch.view, use_cache=False
+        ).last_hidden_state
+        hidden = hidden[rows[:, 0], rows[:, 1]]
+        weight = self.model.get_output_embeddings().weight
+        return distill_loss(self.terms, hidden, weight, signal, lengths, self.chunk, self.vocab)
+
+
+def supervised_rows(batch: Batch, owners: Sequence[tuple[int, int]]) -> tuple[Tensor, list[int]]:
+    """[N, 2] (batch row, sequence index) of every segment's rows, and the rows of each segment.
+
+    Row t of a segment predicts response token t + 1; the token before it comes from a prompt row and is never drafted.
+    """
+    segments = [(i, s) for i, row in enumerate(batch.view.rows) for s in row.segments]
+    assert len(segments) == len(owners)
+    index = [(i, t) for i, s in segments for t in range(s.start, s.stop)]
+    return torch.tensor(index).view(-1, 2), [s.stop - s.start for _, s in segments]
+
+
+class Teacher:
+    """The target, forward only, one row at a time: final hidden states at the rows that a loss is taken on."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model.eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def hidden(self, row: dict[str, Any]) -> Tensor:
+        """[R - 1, D] hidden states of the rows that predict response tokens 1 .. R - 1."""
+        device = next(self.model.parameters()).device
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"][:-1]], device=device)
+        out = self.model.get_decoder()(ids, use_cache=False).last_hidden_state[0]
+        return out[len(row["prompt_ids"]) :]
+
+    def signal(self, items: Sequence[Item], owners: Sequence[tuple[int, int]]) -> Hidden:
+        """The signal for a pass: every view of a row is taught by the same full-cache target."""
+        once = [self.hidden(item.row) for item in items]
+        return Hidden(torch.cat([once[index] for _, index in owners]), self.model.get_output_embeddings().weight)

@@ -1,0 +1,266 @@
+"""The invariant of the project: for every policy and architecture, parallel logits == evicted logits."""
+
+import pytest
+import torch
+
+from draftkv.acceptance.live import speculate
+from draftkv.acceptance.replay import replay_row
+from draftkv.acceptance.walk import greedy_blocks
+from draftkv.cache.attention import ATTENTION
+from draftkv.cache.evicted import EvictedCache
+from draftkv.cache.parallel import lay_out, predicting_rows, single
+from draftkv.cache.policy import PRESETS, Policy
+from draftkv.rehearsal import tiny_model
+
+ARCHITECTURES = ["llama", "qwen3", "qwen3_5", "gemma3", "gpt_oss"]
+PROMPT, RESPONSE = 40, 24
+TOLERANCE = 1e-5
+
+_MODELS: dict = {}
+
+
+def fresh(name: str) -> torch.nn.Module:
+    """A tiny model with weights half the rehearsal's: at larger ones fp32 itself rounds by more than the tolerance
+    (transformers' chunked and step-wise forms of Qwen3.5's recurrence then differ by 9e-5 without any cache)."""
+    return tiny_model(name, initializer_range=0.05 if name == "qwen3_5" else 0.1)
+
+
+def model(name: str) -> torch.nn.Module:
+    if name not in _MODELS:
+        _MODELS[name] = fresh(name)
+        _MODELS[name].set_attn_implementation(ATTENTION)
+    return _MODELS[name]
+
+
+def policy(name: str, budget: int, **parts) -> Policy:
+    if name == "full":
+        return Policy(policy="full")
+    spec = {"policy": name, "budget": budget, **parts}
+    if "snapkv" in name or "rift" in name:
+        spec["scorer"] = {"kind": "snapkv", "observation": 8, "block": 4 if "block" in name else 1}
+    if name.startswith("snapkv"):
+        spec["window"] = min(8, budget)
+    return Policy.model_validate(spec)
+
+
+def tokens(count: int, vocab: int = 512, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, vocab, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def parallel_logits(m, ids, prompt_len, pol):
+    positions = torch.arange(ids.shape[1])[None]
+    view = single(prompt_len, ids.shape[1], pol)
+    return m(ids, position_ids=positions, cache_view=view, use_cache=False).logits[0].float()
+
+
+def evicted_logits(m, ids, prompt_len, pol, block=3):
+    """Decode in blocks, each after a block of wrong tokens that is rolled back, as speculative decoding does."""
+    cache = EvictedCache(m.config, pol)
+    out = [cache.forward(m, ids[:, :prompt_len])]
+    at = prompt_len
+    while at < ids.shape[1]:
+        cache.commit()
+        assert cache.length <= at
+        if pol.budget is not None and pol.generated == "sliding":
+            budget = pol.entries(prompt_len)
+            assert set(cache.entries()) == {min(budget, cache.length)}, "kept count is the documented budget"
+        cache.forward(m, tokens(2, seed=at))
+        held = cache.rollback(cache.committed)
+        stop = min(at + block, ids.shape[1])
+        out.append(cache.forward(m, ids[:, held:stop])[at - stop :])
+        at = stop
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("prefill", ["full", "windowed"])
+def test_parallel_equals_evicted(arch, name, prefill):
+    ids = tokens(PROMPT + RESPONSE)
+    for budget in (16, 33) if name != "streaming" else (5, 33):
+        pol = policy(name, budget, prefill=prefill)
+        apart = parallel_logits(model(arch), ids, PROMPT, pol) - evicted_logits(model(arch), ids, PROMPT, pol)
+        assert apart.abs().max() <= TOLERANCE, (pol.label, apart.abs().max())
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("prompt_len", [1, 3, 6, 12, 40])
+@pytest.mark.parametrize("name", ["swa", "streaming", "snapkv", "rift_stat", "rift_stat_block"])
+def test_short_prompts_and_tiny_budgets(arch, prompt_len, name):
+    """Prompts shorter than the window, the budget, the observation window, the sinks; a budget of one entry."""
+    ids = tokens(prompt_len + 14, seed=prompt_len)
+    for budget in (1, 9) if name != "streaming" else (5, 9):
+        pol = policy(name, budget)
+        apart = parallel_logits(model(arch), ids, prompt_len, pol) - evicted_logits(model(arch), ids, prompt_len, pol)
+        assert apart.abs().max() <= TOLERANCE, (pol.label, apart.abs().max())
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_budget_of_everything_is_full_attention(arch):
+    """Against transformers' own attention, not ours."""
+    ids = tokens(PROMPT + RESPONSE)
+    plain = fresh(arch)
+    with torch.no_grad():
+        want = plain(ids, use_cache=False).logits[0].float()
+    for name in PRESETS:
+        for budget in (PROMPT + RESPONSE, 500):
+            got = parallel_logits(model(arch), ids, PROMPT, policy(name, budget))
+            assert (got - want).abs().max() <= TOLERANCE, (name, budget)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["swa", "streaming", "snapkv", "snapkv_published", "rift_stat", "rift_stat_block"])
+def test_budget_bites_on_response_rows_only(arch, name):
+    ids = tokens(PROMPT + RESPONSE)
+    wide = parallel_logits(model(arch), ids, PROMPT, policy(name, 32))
+    half = parallel_logits(model(arch), ids, PROMPT, policy(name, 16))
+    assert torch.equal(wide[:PROMPT], half[:PROMPT])
+    assert (wide[PROMPT:] - half[PROMPT:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradient_reaches_prompt_keys_and_values(arch, checkpointing):
+    """Gradient flows through kept entries, selected prompt entries included, also when layers are recomputed."""
+    m = fresh(arch)
+    m.set_attn_implementation(ATTENTION)
+    m.train()
+    if checkpointing:
+        m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ids = tokens(PROMPT + RESPONSE)
+    embeds = m.get_input_embeddings()(ids).detach().requires_grad_()
+    view = single(PROMPT, PROMPT + RESPONSE, policy("rift_stat", 16))
+    positions = torch.arange(PROMPT + RESPONSE)[None]
+    out = m(inputs_embeds=embeds, position_ids=positions, cache_view=view, use_cache=False).logits
+    out[0, PROMPT:].float().pow(2).mean().backward()
+    assert embeds.grad[0, :PROMPT].abs().max() > 0
+    layers = [y for y in m.get_decoder().layers if hasattr(y, "self_attn")]
+    for layer in layers:
+        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            grad = projection.weight.grad
+            assert torch.isfinite(grad).all() and grad.abs().max() > 0
+    if checkpointing:
+        plain = [p.grad.clone() for p in m.parameters() if p.grad is not None]
+        m.zero_grad()
+        m.gradient_checkpointing_disable()
+        out = m(inputs_embeds=embeds, position_ids=positions, cache_view=view, use_cache=False).logits
+        out[0, PROMPT:].float().pow(2).mean().backward()
+        for a, b in zip(plain, [p.grad for p in m.parameters() if p.grad is not None], strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma3", "gpt_oss"])
+def test_views_of_one_row_equal_separate_passes(arch):
+    """Batched rows of different lengths, several views each: logits and gradients equal one pass per view."""
+    m = model(arch)
+    seqs = [tokens(n, seed=n)[0].tolist() for n in (PROMPT, 21)]
+    responses = [tokens(n, seed=n)[0].tolist() for n in (RESPONSE, 9)]
+    views = [[policy("full", 0), policy("swa", 7), policy("rift_stat", 12)], [policy("streaming", 9)]]
+    m.zero_grad()
+    batch = lay_out(seqs, responses, views)
+    logits = m(batch.input_ids, position_ids=batch.position_ids, cache_view=batch.view, use_cache=False).logits
+    shared = []
+    for i, layout in enumerate(batch.view.rows):
+        shared += [logits[i, rows] for rows in predicting_rows(layout)]
+    sum(x.float().pow(2).mean() for x in shared).backward()
+    together = [p.grad.clone() for p in m.parameters() if p.grad is not None]
+    m.zero_grad()
+    apart = []
+    for prompt, response, policies in zip(seqs, responses, views, strict=True):
+        for pol in policies:
+            one = lay_out([prompt], [response], [[pol]])
+            out = m(one.input_ids, position_ids=one.position_ids, cache_view=one.view, use_cache=False).logits
+            apart.append(out[0, predicting_rows(one.view.rows[0])[0]])
+    sum(x.float().pow(2).mean() for x in apart).backward()
+    for a, b in zip(shared, apart, strict=True):
+        assert (a - b).abs().max() <= TOLERANCE
+    for a, b in zip(together, [p.grad for p in m.parameters() if p.grad is not None], strict=True):
+        assert torch.allclose(a, b, atol=1e-5, rtol=1e-4)
+    m.zero_grad(set_to_none=True)
+
+
+def test_views_that_see_different_prompts_are_refused():
+    with pytest.raises(ValueError, match="prompt rows"):
+        lay_out([[1] * 20], [[2] * 5], [[policy("full", 0), policy("swa", 4, prefill="windowed")]])
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_live_equals_replay_block_by_block(arch, name):
+    """Greedy live decoding with evicted caches: the target's own output, and replay's accepted counts."""
+    target, drafter, pol = model(arch), related_drafter(arch), policy(name, 12)
+    blocks = []
+    for seed, drafts in ((7, 1), (8, 4), (9, 4)):
+        prompt = tokens(30, seed=seed)[0].tolist()
+        run = speculate(target, drafter, prompt, pol, drafts, max_new_tokens=32)
+        assert run.response_ids == greedy(target, prompt, 32)
+        found = replay_row(drafter, run.as_row(prompt, "r"), [pol])[0]
+        assert greedy_blocks(found.flags, drafts, found.finished) == run.accepted
+        blocks += [n / drafts for n in run.accepted]
+    if name == "full":
+        assert 0 < sum(blocks) < len(blocks), "a drafter that is sometimes right, or the test shows nothing"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_drafters_that_are_always_right_or_always_wrong(arch):
+    target, prompt = model(arch), tokens(30, seed=7)[0].tolist()
+    want = greedy(target, prompt, 32)
+    run = speculate(target, target, prompt, policy("full", 0), 4, max_new_tokens=32)
+    assert run.response_ids == want and set(run.accepted) == {4}
+    wrong = Reversed(target)
+    run = speculate(target, wrong, prompt, policy("full", 0), 4, max_new_tokens=32)
+    assert run.response_ids == want and set(run.accepted) == {0} and run.blocks == 31
+
+
+class Reversed(torch.nn.Module):
+    """A model with the target's layers and a negated head: its best token is the target's worst."""
+
+    def __init__(self, target):
+        super().__init__()
+        self.target, self.config = target, target.config
+        self.head = torch.nn.Linear(1, 1, bias=False)
+        self.head.weight = torch.nn.Parameter(-target.get_output_embeddings().weight.detach())
+
+    def get_decoder(self):
+        return self.target.get_decoder()
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3_5"])
+def test_eos_inside_a_draft_block(arch):
+    """Whatever token of the greedy output is called EOS, live decoding stops with it and agrees with replay."""
+    target, drafter, prompt = model(arch), related_drafter(arch), tokens(30, seed=9)[0].tolist()
+    want, pol = greedy(target, prompt, 32), policy("rift_stat", 12)
+    for at in range(0, 14):
+        stop = want.index(want[at])
+        run = speculate(target, drafter, prompt, pol, 4, max_new_tokens=32, eos_ids={want[at]})
+        assert run.finished and run.response_ids == want[: stop + 1]
+        if stop:
+            found = replay_row(drafter, run.as_row(prompt, "r"), [pol])[0]
+            assert greedy_blocks(found.flags, 4, finished=True) == run.accepted
+
+
+def related_drafter(arch: str) -> torch.nn.Module:
+    """The target with noise on its weights: right often enough that blocks have every length."""
+    key = (arch, "noisy")
+    if key not in _MODELS:
+        noisy = fresh(arch)
+        noisy.set_attn_implementation(ATTENTION)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for p in noisy.parameters():
+                p += 0.03 * p.std() * torch.randn(p.shape, generator=generator) if p.numel() > 1 else 0
+        _MODELS[key] = noisy
+    return _MODELS[key]
+
+
+def greedy(target, prompt: list[int], count: int) -> list[int]:
+    cache = EvictedCache(target.config, Policy(policy="full"))
+    out = [int(cache.forward(target, torch.tensor([prompt]), keep=1).argmax())]
+    while len(out) < count:
+        cache.commit()
+        out.append(int(cache.forward(target, torch.tensor([[out[-1]]])).argmax()))
+    return out

@@ -1,0 +1,167 @@
+"""The main job: distil a drafter under compressed-cache views, and measure both acceptance lengths.
+
+    accelerate launch train/distill.py RECIPE [key.sub=value ...] [--plan] [--rehearse]
+
+rollouts (written if missing) -> drafter -> training with evaluation -> export -> report. Everything lands in
+runs/NAME/. A run that was killed continues where its newest checkpoint is; a finished one is left alone.
+"""
+
+import argparse
+import json
+import re
+
+from draftkv import cli
+from draftkv.cli import say
+from draftkv.errors import InputError
+from draftkv.recipe import Recipe
+
+
+def main(args: argparse.Namespace) -> None:
+    recipe = cli.recipe_from(args)
+    if args.rehearse:
+        from draftkv.rehearsal import rehearse
+
+        recipe = rehearse(recipe)
+    if args.plan:
+        from draftkv.plan import print_plan
+
+        print_plan(recipe)
+        return
+    from draftkv import rundir
+    from draftkv.sweep import recipe_hash
+
+    done = recipe.run_dir / "done.json"
+    if cli.is_main_process():
+        rundir.claim(recipe)
+    if done.is_file() and json.loads(done.read_text()).get("recipe_hash") == recipe_hash(recipe):
+        say(f"{recipe.run_dir}: finished before; nothing to do (remove the folder to run again)")
+        return
+    if not cli.is_main_process():
+        finished = distill(recipe)
+    else:
+        with rundir.lock(recipe.run_dir):
+            finished = distill(recipe)
+            if finished:
+                conclude(recipe)
+    if not finished:
+        say("stopped by a signal after saving a checkpoint; the same command continues")
+
+
+def distill(recipe: Recipe) -> bool:
+    """Train; False when a signal stopped the run early (its checkpoint is saved)."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    from draftkv import rundir
+    from draftkv.distill.hooks import Evaluation, Trackers, save_weights
+    from draftkv.distill.loop import Trainer
+    from draftkv.distill.schedule import Schedule
+    from draftkv.distill.student import Student, Teacher
+    from draftkv.models import load_model
+    from draftkv.teacher.rollouts import ensure_rollouts
+
+    accelerator = Accelerator(
+        mixed_precision=recipe.train.precision, log_with=Trackers.available(recipe) or None,
+        project_dir=str(recipe.run_dir),
+    )  # fmt: skip
+    set_seed(recipe.seed)
+    with accelerator.main_process_first():
+        train_rollouts, eval_rollouts = (ensure_rollouts(recipe, split) for split in ("train", "eval"))
+    train_rows = [row for row in train_rollouts.rows() if len(row["response_ids"]) > 1]
+    eval_rows = held_out_rows(recipe, eval_rollouts)
+    if not train_rows:
+        raise InputError(f"{train_rollouts.path}: no usable training row; {train_rollouts.counts}")
+
+    model, vocab = build_drafter(recipe)
+    teacher = Teacher(load_model(recipe.target.model, recipe.target.revision, recipe.target.dtype).to(accelerator.device))
+    student = Student(model, recipe.loss, vocab, recipe.train.head_chunk)
+    params = [p for p in student.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(decay_groups(params, recipe.train.weight_decay), lr=recipe.train.lr,
+                                  betas=recipe.train.betas)  # fmt: skip
+    student, optimizer = accelerator.prepare(student, optimizer)
+
+    trackers = Trackers(recipe, accelerator)
+    evaluate = Evaluation(recipe, accelerator, accelerator.unwrap_model(student).model, eval_rows, trackers)
+    schedule = Schedule(train_rows, recipe)
+    trainer = Trainer(recipe, accelerator, student, optimizer, teacher, schedule, evaluate, trackers.step)
+    if trainer.resume():
+        say(f"continuing after step {trainer.progress.step}")
+    say(f"{len(train_rows)} training rows, {len(eval_rows)} held-out rows, {sum(p.numel() for p in params) / 1e6:.1f} M "
+        f"trainable parameters, {accelerator.num_processes} process(es) on {accelerator.device.type}")  # fmt: skip
+    with cli.progress("train", recipe.train.steps - trainer.progress.step) as advance:
+        finished = trainer.run(advance)
+    if finished:
+        save_weights(accelerator, evaluate.model, recipe.run_dir / "checkpoints" / "last", recipe.train.steps)
+    if accelerator.is_main_process:
+        rundir.write_provenance(
+            recipe, processes=accelerator.num_processes, device=accelerator.device.type,
+            rollouts={"train": train_rollouts.key, "eval": eval_rollouts.key}, train_rows=len(train_rows),
+            eval_rows=len(eval_rows), supervised_tokens=trainer.progress.supervised_tokens,
+            fed_tokens=trainer.progress.fed_tokens, skipped_steps=trainer.progress.bad_steps, best=evaluate.best,
+        )  # fmt: skip
+    trackers.close()
+    return finished
+
+
+def build_drafter(recipe: Recipe):
+    """The drafter in fp32 on the cache-policy attention, and the vocabulary it shares with the target."""
+    from draftkv.cache.architecture import check_drafter
+    from draftkv.cache.attention import ATTENTION
+    from draftkv.models import check_same_tokens, load_model, load_tokenizer, make_drafter
+
+    drafter = recipe.drafter
+    if drafter.model is None:
+        model = make_drafter(recipe.target.model, recipe.target.revision, drafter.layers)
+    else:
+        model = load_model(drafter.model, drafter.revision, "float32")
+    check_drafter(model.config, drafter.model or recipe.target.model)
+    model.set_attn_implementation(ATTENTION)
+    target_tokenizer = load_tokenizer(recipe.target.model, recipe.target.revision)
+    own = target_tokenizer if drafter.model is None else load_tokenizer(drafter.model, drafter.revision)
+    vocab = check_same_tokens(target_tokenizer, own)
+    if recipe.train.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if recipe.train.trainable is not None:
+        wanted = [re.compile(p) for p in recipe.train.trainable]
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(w.search(name) for w in wanted))
+        if not any(p.requires_grad for p in model.parameters()):
+            raise InputError(f"train.trainable {recipe.train.trainable}: matches no parameter of the drafter")
+    return model.train(), vocab
+
+
+def decay_groups(params: list, weight_decay: float) -> list[dict]:
+    """Weight decay for matrices only, as usual: norms and biases are left alone."""
+    matrices, vectors = [p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [g for g in groups if g["params"]]
+
+
+def held_out_rows(recipe: Recipe, rollouts) -> list[dict]:
+    """The first `eval.rows` held-out rows of every temperature; rows without a drafted token cannot be scored."""
+    rows = []
+    for temperature in recipe.rollouts.eval_temperatures:
+        usable = [row for row in rollouts.rows(temperature) if len(row["response_ids"]) > 1]
+        if not usable:
+            raise InputError(f"{rollouts.path}: no usable held-out row at temperature {temperature}; {rollouts.counts}")
+        rows += usable[: recipe.eval.rows]
+    return rows
+
+
+def conclude(recipe: Recipe) -> None:
+    """Export, report, and mark the run as finished."""
+    from draftkv import rundir
+    from draftkv.acceptance.report import write_report
+    from draftkv.distill.export import export_run
+    from draftkv.sweep import recipe_hash
+
+    say(f"exported to {export_run(recipe)}")
+    say(f"report: {write_report(recipe.run_dir)}")
+    rundir.write_atomic(recipe.run_dir / "done.json", json.dumps({"recipe_hash": recipe_hash(recipe)}))
+
+
+if __name__ == "__main__":
+    arguments = cli.parser(__doc__.splitlines()[0])
+    arguments.add_argument("--rehearse", action="store_true", help="tiny random models of the same architectures")
+    cli.run(main, arguments)
