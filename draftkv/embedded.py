@@ -66,7 +66,7 @@ def model_path(name: str) -> str:
         raise InputError(f"embedded:{name} needs the package gguf; run: {advice}")
     folder = cache_dir() / f"{name}-v{CONVERTER_VERSION}-{_file_hash(gguf)[:16]}"
     if not folder.is_dir():
-        with _lock(folder.with_suffix(".lock")):
+        with lock(folder.with_suffix(".lock")):
             if not folder.is_dir():
                 _convert(gguf, folder)
     return str(folder)
@@ -98,7 +98,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def lock(path: Path) -> Iterator[None]:
     """Hold an advisory lock; the system frees it when the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as handle:

@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from draftkv.errors import InputError
+from draftkv.recipe import Drafter, Model
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Weight files up to this many bytes in all are hashed; larger ones are known by size and time of change.
@@ -247,6 +248,30 @@ def check_same_tokens(target: Tokenizer, drafter: Tokenizer) -> int:
                 " a drafter must use its target's vocabulary"
             )
     return size
+
+
+def check_pair(target: Model, drafter: Drafter, longest: int) -> int:
+    """Check a target and its drafter before any weights are loaded; returns the size of the shared vocabulary.
+
+    Args:
+        longest: prompt and response together, in tokens.
+
+    Raises:
+        InputError: a model that is missing, or whose limit is below `longest`; two vocabularies that disagree.
+    """
+    pairs = [(target.model, target.revision)]
+    if drafter.model is not None:
+        pairs.append((drafter.model, drafter.revision))
+    for model_id, revision in pairs:
+        config = load_config(model_id, revision)
+        refuse_softcapping(config, model_id)
+        if longest > model_limit(config):
+            raise InputError(
+                f"{model_id}: prompts.max_prompt_tokens + rollouts.max_new_tokens = {longest} tokens,"
+                f" but this model's limit is {model_limit(config)}"
+            )
+    tokenizers = [load_tokenizer(*pair) for pair in pairs]
+    return check_same_tokens(tokenizers[0], tokenizers[-1])
 
 
 def model_limit(config: PretrainedConfig) -> int:
