@@ -99,26 +99,28 @@ def head_worker(
 ) -> Row:
     """Loss and gradients of one version. The inputs (weights, hidden states) are not counted, the gradients are."""
     torch.manual_seed(0)
-    scale = width**-0.5
+    term = LossTerm(name=loss)
 
-    def made(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, device=device).normal_()
+    def prepared(rows: int, vocab: int) -> Callable[[], None]:
+        def made(*shape: int) -> torch.Tensor:
+            return torch.empty(*shape, device=device).normal_()
 
-    hidden, weight = made(rows, width).requires_grad_(), made(vocab, width).mul_(scale).requires_grad_()
-    # Near the drafter, as in training: every term then has something to keep.
-    teacher = Hidden(hidden.detach() + 0.3 * made(rows, width), weight.detach().clone())
-    term, lengths = LossTerm(name=loss), [rows // 4] * 3 + [rows - rows // 4 * 3]
+        hidden, weight = made(rows, width).requires_grad_(), made(vocab, width).mul_(width**-0.5).requires_grad_()
+        # Near the drafter, as in training: every term then has something to keep.
+        teacher = Hidden(hidden.detach() + 0.3 * made(rows, width), weight.detach().clone())
+        lengths = [rows // 4] * 3 + [rows - rows // 4 * 3]
 
-    def step() -> None:
-        hidden.grad = weight.grad = None
-        if version == "chunked":
-            distill_loss([term], hidden, weight, teacher, lengths, chunk).total.backward()
-        else:
-            plain_loss(term, hidden @ weight.t(), teacher.hidden @ teacher.weight.t(), lengths).backward()
+        def step() -> None:
+            hidden.grad = weight.grad = None
+            if version == "chunked":
+                distill_loss([term], hidden, weight, teacher, lengths, chunk).total.backward()
+            else:
+                plain_loss(term, hidden @ weight.t(), teacher.hidden @ teacher.weight.t(), lengths).backward()
 
-    # A small product first: thread pools and libraries are set up before anything is counted.
-    F.linear(made(8, width), made(8, width))
-    return timed(step, repeats, device)
+        return step
+
+    prepared(8, 64)()  # libraries and thread pools are set up before anything is counted
+    return timed(prepared(rows, vocab), repeats, device)
 
 
 def plain_loss(term: LossTerm, logits: torch.Tensor, teacher: torch.Tensor, lengths: list[int]) -> torch.Tensor:

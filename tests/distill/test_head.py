@@ -182,6 +182,31 @@ def test_a_tied_embedding_gets_both_gradients():
     torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
 
 
+def test_gradients_pass_through_ddp(tmp_path):
+    """The hooks of DistributedDataParallel fire on the head's weight as on any other parameter."""
+    hidden, weight, teacher = inputs()
+
+    class Drafter(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, VOCAB, bias=False)
+
+        def forward(self, x):
+            return distill_loss(TERMS["lk_hybrid"], self.body(x), self.head.weight, teacher, LENGTHS, 4).total
+
+    model = Drafter()
+    model(hidden).backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        torch.nn.parallel.DistributedDataParallel(model)(hidden).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    for got, expected in zip(model.parameters(), want, strict=True):
+        torch.testing.assert_close(got.grad, expected)
+
+
 def test_a_second_backward_is_refused():
     hidden, weight, teacher = inputs()
     total = distill_loss(TERMS["tv"], hidden.requires_grad_(), weight, teacher, LENGTHS).total
