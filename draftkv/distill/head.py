@@ -30,12 +30,11 @@ from draftkv.distill.losses import (
     check_lengths,
     drafter_log_probs,
     expected_al,
-    forward_kl,
     hybrid_share,
+    lk_hybrid,
     separable_rows,
     target_log_probs,
     term_labels,
-    tv,
 )
 from draftkv.recipe import LossTerm
 from draftkv.teacher.signals import Dense, Signal, TopK, fp32_slices, head_logits
@@ -142,8 +141,9 @@ class _Pass:
             logits = head_logits(hidden[start:stop], weight[: self.vocab])
             teacher = self.signal.rows(start, stop, self.vocab)
             for temperature, alpha in alphas.items():
+                log_p = target_log_probs(teacher, temperature)
                 log_q = drafter_log_probs(logits, teacher, temperature)
-                alpha[start:stop] = acceptance(target_log_probs(teacher, temperature), log_q)
+                alpha[start:stop] = acceptance_metrics(log_p, log_q, teacher)["alpha"]
         for i, term in coupled.items():
             alpha = alphas[term.temperature].clone()
             if term.name == "lk_hybrid":
@@ -222,8 +222,7 @@ class _Pass:
         if term.name not in COUPLED:
             return separable_rows(term, log_p, log_q)
         if term.name == "lk_hybrid":
-            share = self.coupling[i][0][span]
-            return share * forward_kl(log_p, log_q) + (1 - share) * tv(log_p, log_q)
+            return lk_hybrid(log_p, log_q, self.coupling[i][0][span])
         value, slope = (tensor[span] for tensor in self.coupling[i])
         alpha = acceptance(log_p, log_q)
         return value + slope * (alpha - alpha.detach())

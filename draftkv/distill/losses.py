@@ -116,6 +116,11 @@ def hybrid_share(alpha: Tensor, lengths: Sequence[int], eta: float) -> Tensor:
     return torch.cat([alpha.new_empty(0), *((-eta * a.mean()).exp().expand(len(a)) for a in parts if len(a))])
 
 
+def lk_hybrid(log_p: Tensor, log_q: Tensor, share: Tensor) -> Tensor:
+    p = log_p.exp()  # once for both parts: at a large vocabulary each pass over [N, V] counts
+    return share * (p * (log_p - log_q)).sum(-1) + (1 - share) * (p - log_q.exp()).abs().sum(-1) / 2
+
+
 def expected_al(alpha: Tensor, lengths: Sequence[int], k: int) -> Tensor:
     """Per start row [N]: one minus the mean over j <= K of the probability that the next j tokens are all accepted."""
     rows = [alpha[:0]]  # not a new tensor: with no rows at all the result still has a gradient
@@ -141,7 +146,7 @@ def term_rows(term: LossTerm, log_p: Tensor, log_q: Tensor, lengths: Sequence[in
     """Per-row values [N] of any term, for log-probabilities of all rows of the sequences in `lengths`."""
     if term.name == "lk_hybrid":
         share = hybrid_share(acceptance(log_p, log_q), lengths, term.eta)
-        return share * forward_kl(log_p, log_q) + (1 - share) * tv(log_p, log_q)
+        return lk_hybrid(log_p, log_q, share)
     if term.name == "expected_al":
         return expected_al(acceptance(log_p, log_q), lengths, term.k)
     return separable_rows(term, log_p, log_q)
