@@ -8,7 +8,6 @@ runs/NAME/. A run that was killed continues where its newest checkpoint is; a fi
 
 import argparse
 import json
-import re
 
 from draftkv import cli
 from draftkv.cli import say
@@ -58,8 +57,9 @@ def distill(recipe: Recipe) -> bool:
     from draftkv.distill.loop import Trainer
     from draftkv.distill.schedule import Schedule
     from draftkv.distill.student import Student, Teacher
+    from draftkv.drafter import drafter_to_train
     from draftkv.models import load_model
-    from draftkv.teacher.rollouts import ensure_rollouts
+    from draftkv.teacher.rollouts import ensure_rollouts, held_out_rows
 
     accelerator = Accelerator(
         mixed_precision=recipe.train.precision, log_with=Trackers.available(recipe) or None,
@@ -73,7 +73,7 @@ def distill(recipe: Recipe) -> bool:
     if not train_rows:
         raise InputError(f"{train_rollouts.path}: no usable training row; {train_rollouts.counts}")
 
-    model, vocab = build_drafter(recipe)
+    model, vocab = drafter_to_train(recipe)
     teacher = Teacher(load_model(recipe.target.model, recipe.target.revision, recipe.target.dtype).to(accelerator.device))
     student = Student(model, recipe.loss, vocab, recipe.train.head_chunk)
     params = [p for p in student.parameters() if p.requires_grad]
@@ -104,49 +104,11 @@ def distill(recipe: Recipe) -> bool:
     return finished
 
 
-def build_drafter(recipe: Recipe):
-    """The drafter in fp32 on the cache-policy attention, and the vocabulary it shares with the target."""
-    from draftkv.cache.architecture import check_drafter
-    from draftkv.cache.attention import ATTENTION
-    from draftkv.models import check_same_tokens, load_model, load_tokenizer, make_drafter
-
-    drafter = recipe.drafter
-    if drafter.model is None:
-        model = make_drafter(recipe.target.model, recipe.target.revision, drafter.layers)
-    else:
-        model = load_model(drafter.model, drafter.revision, "float32")
-    check_drafter(model.config, drafter.model or recipe.target.model)
-    model.set_attn_implementation(ATTENTION)
-    target_tokenizer = load_tokenizer(recipe.target.model, recipe.target.revision)
-    own = target_tokenizer if drafter.model is None else load_tokenizer(drafter.model, drafter.revision)
-    vocab = check_same_tokens(target_tokenizer, own)
-    if recipe.train.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if recipe.train.trainable is not None:
-        wanted = [re.compile(p) for p in recipe.train.trainable]
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(any(w.search(name) for w in wanted))
-        if not any(p.requires_grad for p in model.parameters()):
-            raise InputError(f"train.trainable {recipe.train.trainable}: matches no parameter of the drafter")
-    return model.train(), vocab
-
-
 def decay_groups(params: list, weight_decay: float) -> list[dict]:
     """Weight decay for matrices only, as usual: norms and biases are left alone."""
     matrices, vectors = [p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [g for g in groups if g["params"]]
-
-
-def held_out_rows(recipe: Recipe, rollouts) -> list[dict]:
-    """The first `eval.rows` held-out rows of every temperature; rows without a drafted token cannot be scored."""
-    rows = []
-    for temperature in recipe.rollouts.eval_temperatures:
-        usable = [row for row in rollouts.rows(temperature) if len(row["response_ids"]) > 1]
-        if not usable:
-            raise InputError(f"{rollouts.path}: no usable held-out row at temperature {temperature}; {rollouts.counts}")
-        rows += usable[: recipe.eval.rows]
-    return rows
 
 
 def conclude(recipe: Recipe) -> None:

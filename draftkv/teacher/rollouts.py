@@ -321,3 +321,23 @@ def read_shard(folder: Path, index: int, key: str) -> Dataset:
         raise
     except Exception as error:  # whatever a damaged file makes its readers raise
         raise InputError(f"{place}: damaged ({type(error).__name__}); delete it to write it again") from error
+
+
+def seconds_spent(store: Rollouts) -> float:
+    """Time the target took to write a store, over all runs."""
+    return sum(shard_about(store.path, index)["seconds"] for index in range(len(list(store.path.glob("shard-*")))))
+
+
+def held_out_rows(recipe: Recipe, rollouts: Rollouts) -> list[dict[str, Any]]:
+    """The first `eval.rows` held-out rows of every temperature; rows without a drafted token cannot be scored.
+
+    Raises:
+        InputError: no usable row at one of `rollouts.eval_temperatures`.
+    """
+    rows: list[dict[str, Any]] = []
+    for temperature in recipe.rollouts.eval_temperatures:
+        usable = rollouts.rows(temperature)
+        if not usable:
+            raise InputError(f"{rollouts.path}: no usable held-out row at temperature {temperature}; {rollouts.counts}")
+        rows += usable[: recipe.eval.rows]
+    return rows

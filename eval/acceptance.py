@@ -1,0 +1,61 @@
+"""Replay: full-cache and compressed acceptance length of any drafter on the recipe's held-out rollouts.
+
+    python eval/acceptance.py RECIPE [key.sub=value ...] [--drafter FOLDER_OR_HUB_ID] [--plan]
+
+Without --drafter: the run's export. Records are appended to RUN/acceptance.jsonl under the drafter's name.
+"""
+
+import argparse
+
+from rich.table import Table
+
+from draftkv import cli
+from draftkv.recipe import Recipe
+
+
+def main(args: argparse.Namespace) -> None:
+    recipe = cli.recipe_from(args)
+    name = args.drafter or str(recipe.run_dir / "export")
+    if args.plan:
+        cli.say(f"replays {name} on the held-out rollouts under:")
+        for policy in recipe.eval.policies:
+            cli.say(f"  {policy.label}")
+        return
+    from draftkv.acceptance.replay import evaluate
+    from draftkv.acceptance.score import append_jsonl
+    from draftkv.drafter import load_drafter
+    from draftkv.teacher.rollouts import held_out_rows, load_rollouts
+
+    settings = recipe.eval
+    rows = held_out_rows(recipe, load_rollouts(recipe, "eval"))
+    model, _ = load_drafter(name, None, recipe.target)
+    with cli.progress("replay", len(rows)) as advance:
+        records = evaluate(
+            model, rows, settings.policies, settings.draft_length, draft=settings.draft,
+            bf16=settings.precision == "bf16", bootstrap=settings.bootstrap, seed=recipe.seed,
+            advance=lambda: advance(""),
+        )  # fmt: skip
+    for record in records:
+        append_jsonl(
+            recipe.run_dir / "acceptance.jsonl", {"step": None, "checkpoint": name, "split": "held_out", **record}
+        )
+    cli.console.print(table(recipe, records))
+
+
+def table(recipe: Recipe, records: list[dict]) -> Table:
+    result = Table(title=f"acceptance length, draft length {recipe.eval.draft_length}, 95 % intervals over prompts")
+    for column in ("T", "cache", "AL", "macro", "retention", "prompts", "blocks", "tie rate"):
+        result.add_column(column)
+    for r in records:
+        kept = "" if r["retention"] is None else f"{r['retention']:.1%}"
+        al = "-" if r["al"] is None else f"{r['al']:.3f} [{r['al_low']:.3f}, {r['al_high']:.3f}]"
+        macro = "-" if r["al_macro"] is None else f"{r['al_macro']:.3f}"
+        result.add_row(f"{r['temperature']:g}", r["policy"], al, macro, kept, str(r["prompts"]),
+                       f"{r['blocks']:.0f}", f"{r['tie_rate']:.2%}")  # fmt: skip
+    return result
+
+
+if __name__ == "__main__":
+    arguments = cli.parser(__doc__.splitlines()[0])
+    arguments.add_argument("--drafter", metavar="MODEL", help="folder or hub id; default: the run's export")
+    cli.run(main, arguments)

@@ -1,0 +1,164 @@
+"""Runs that die: killed, asked to stop, started twice, started with another recipe."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 20
+
+
+def write_recipe(folder: Path, **train) -> Path:
+    prompts = folder / "prompts.jsonl"
+    words = "alpha beta gamma delta epsilon zeta eta theta iota kappa".split()
+    lines = [{"text": " ".join(words[(i * j) % 10] for j in range(1, 24)), "row_id": f"p{i}"} for i in range(8)]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    plain = {
+        "name": "run", "output": str(folder / "runs"), "target": {"model": "rehearsal:llama"},
+        "drafter": {"model": "rehearsal:llama@1"},
+        "prompts": {"train": {"source": str(prompts)}, "eval": {"source": str(prompts), "limit": 2}, "max_prompt_tokens": 200},
+        "rollouts": {"max_new_tokens": 16, "eval_temperatures": [0.0], "dtype": "float32"},
+        "views": ["full", {"policy": "swa", "budget": [6, 12]}],
+        "train": {"steps": STEPS, "rows": 4, "lr": 1e-3, "precision": "no", "checkpoint_every": 7, **train},
+        "eval": {"policies": ["full", {"policy": "swa", "budget": 8}], "every": 10, "precision": "no"},
+        "export": {"dtype": "float32", "checkpoint": "last"},
+    }  # fmt: skip
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(plain))
+    return path
+
+
+def start(recipe: Path, *overrides: str) -> subprocess.Popen:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(ROOT / "train" / "distill.py"), str(recipe), *overrides]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(recipe: Path, *overrides: str) -> tuple[int, str, str]:
+    process = start(recipe, *overrides)
+    out, err = process.communicate(timeout=180)
+    return process.returncode, out, err
+
+
+def wait_for_steps(run: Path, count: int, process: subprocess.Popen) -> None:
+    metrics = run / "metrics.jsonl"
+    until = time.monotonic() + 120
+    while not metrics.is_file() or metrics.read_text().count("\n") < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until, "the run makes no steps"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    code, out, err = finish(write_recipe(folder))
+    assert code == 0, err
+    return folder / "runs" / "run"
+
+
+def weights(run: Path) -> dict:
+    return load_file(run / "export" / "model.safetensors")
+
+
+def same_end(run: Path, other: Path) -> None:
+    a, b = weights(run), weights(other)
+    assert a.keys() == b.keys() and all((a[k] == b[k]).all() for k in a), "weights are bit-equal"
+    last = [[r for r in map(json.loads, (x / "acceptance.jsonl").read_text().splitlines()) if r["step"] == STEPS]
+            for x in (run, other)]  # fmt: skip
+    for x, y in zip(last[0][-2:], last[1][-2:], strict=True):
+        assert {k: v for k, v in x.items() if k != "wall_s"} == {k: v for k, v in y.items() if k != "wall_s"}
+
+
+def test_killed_and_resumed_equals_undisturbed(tmp_path, undisturbed):
+    recipe, run = write_recipe(tmp_path), tmp_path / "runs" / "run"
+    process = start(recipe)
+    wait_for_steps(run, 9, process)
+    process.kill()
+    process.communicate()
+    assert not (run / "done.json").exists()
+    code, out, err = finish(recipe)
+    assert code == 0, err
+    assert "continuing after step 7" in out
+    same_end(run, undisturbed)
+
+
+def test_sigterm_saves_and_leaves_with_status_0(tmp_path, undisturbed):
+    recipe, run = write_recipe(tmp_path), tmp_path / "runs" / "run"
+    process = start(recipe)
+    wait_for_steps(run, 3, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "the same command continues" in out
+    code, out, err = finish(recipe)
+    assert code == 0 and "continuing after step" in out, err
+    same_end(run, undisturbed)
+
+
+def test_second_run_does_nothing_and_a_changed_recipe_is_refused_by_key(undisturbed):
+    recipe = undisturbed.parent.parent / "recipe.yaml"
+    before = (undisturbed / "metrics.jsonl").read_bytes()
+    code, out, _ = finish(recipe)
+    assert code == 0 and "nothing to do" in out
+    code, _, err = finish(recipe, "train.lr=0.5")
+    assert code == 2 and "train.lr was 0.001" in err and "0.5 now" in err and "Traceback" not in err
+    assert len(err.strip().splitlines()) == 1
+    assert (undisturbed / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_half_written_checkpoint_is_ignored(tmp_path, undisturbed):
+    recipe, run = write_recipe(tmp_path), tmp_path / "runs" / "run"
+    process = start(recipe)
+    wait_for_steps(run, 9, process)
+    process.kill()
+    process.communicate()
+    half = run / "checkpoints" / "step-000014"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    code, out, err = finish(recipe)
+    assert code == 0 and "continuing after step 7" in out, err
+    same_end(run, undisturbed)
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    recipe, run = write_recipe(tmp_path), tmp_path / "runs" / "run"
+    first = start(recipe)
+    wait_for_steps(run, 1, first)
+    code, _, err = finish(recipe)
+    assert code == 1 and "another run" in err and "Traceback" not in err
+    first.kill()
+    first.communicate()
+
+
+def test_export_is_complete_and_loads_anywhere(undisturbed):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = undisturbed / "export"
+    for name in ("config.json", "generation_config.json", "README.md", "draft_cache.json", "provenance.json"):
+        assert (folder / name).is_file(), name
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and len(AutoTokenizer.from_pretrained(folder)) == model.config.vocab_size
+    card = (folder / "README.md").read_text()
+    assert "| swa B=8 | 0 |" in card and "training rows: 8" in card
+    assert json.loads((folder / "draft_cache.json").read_text())["policy"]["budget"] == 8
+
+
+def test_native_window_export(undisturbed):
+    script = [sys.executable, str(ROOT / "train" / "export.py"), str(undisturbed.parent.parent / "recipe.yaml")]
+    done = subprocess.run([*script, "--native-window"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((undisturbed / "export" / "config.json").read_text())
+    assert set(config["layer_types"]) == {"sliding_attention"} and config["sliding_window"] == 9
+    cache = json.loads((undisturbed / "export" / "draft_cache.json").read_text())
+    assert cache["policy"]["prefill"] == "windowed"
+    assert "disable-hybrid-kv-cache-manager" in (undisturbed / "export" / "README.md").read_text()
+    assert subprocess.run(script, capture_output=True).returncode == 0
