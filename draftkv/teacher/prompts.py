@@ -202,18 +202,17 @@ def read_rows(source: PromptSource, tokenizer: Tokenizer, max_prompt_tokens: int
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, dict]]:
-    with open(path, encoding="utf-8") as handle:
-        try:
-            for number, line in enumerate(handle, 1):
-                if line.strip():
-                    yield f"{path}:{number}", _parsed(line, f"{path}:{number}")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{path}: not UTF-8 text ({error.reason} after line {number})") from error
+    with open(path, "rb") as handle:
+        for number, line in enumerate(handle, 1):
+            if line.strip():
+                yield f"{path}:{number}", _parsed(line, f"{path}:{number}")
 
 
-def _parsed(line: str, where: str) -> Any:
+def _parsed(line: bytes, where: str) -> Any:
     try:
-        return json.loads(line)
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: not UTF-8 text") from error
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not a line of JSON: {error.msg} at column {error.colno}") from error
 

@@ -2,6 +2,10 @@
 
 import json
 import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from draftkv.recipe import Recipe
 from draftkv.teacher import rollouts
 from draftkv.teacher.engine import Engine, Request, batches, choose, repeated_share, stop_ids
 
+ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ["the user", "def function(argument): return argument and this and that", "that and this", "speak of", "a b c"]
 
 
@@ -159,8 +164,6 @@ def test_a_changed_ingredient_is_another_store(recipe, write_jsonl):
 
 
 def test_changed_weights_or_template_are_another_store(recipe, tiny_llama_dir, tmp_path):
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
     copy = shutil.copytree(tiny_llama_dir, tmp_path / "copy")
@@ -190,8 +193,6 @@ def test_damage_is_refused_by_name_and_can_be_mended(recipe):
     (shard / "shard.json").write_text("{")
     with pytest.raises(InputError, match="shard-00002.*damaged"):
         rollouts.load_rollouts(recipe(), "train")
-    import shutil
-
     rows = store.rows()
     shutil.rmtree(shard)
     assert rollouts.ensure_rollouts(recipe(), "train", progress=False).rows() == rows
@@ -240,3 +241,20 @@ def test_short_responses_stay_in_the_store_and_are_counted(recipe, monkeypatch, 
     store = rollouts.ensure_rollouts(recipe(), "train", progress=False)
     assert store.counts == {"used": 5, "skipped": {"response shorter than 2 tokens": 5}}
     assert len(store.dataset) == 10 and len(store.rows()) == 5
+
+
+def test_the_command(recipe, tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(recipe().as_yaml())
+
+    def run(*words: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(ROOT / "data" / "rollouts.py"), str(file), *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+    done = run("--show", "1")
+    assert done.returncode == 0, done.stderr
+    assert "the target's response" in done.stdout and "tokens/s" in done.stdout and done.stderr == ""
+    planned = run("--plan", "target.model=/absent", "prompts.train.limit=3")
+    assert planned.returncode == 0 and "up to 6 responses, 72 tokens" in planned.stdout
+    failed = run("prompts.train.source=absent.jsonl")
+    assert failed.returncode == 2 and failed.stderr == "error: absent.jsonl: no such file\n"
