@@ -4,7 +4,7 @@ import re
 
 from transformers import PreTrainedModel
 
-from draftkv.cache.architecture import check_drafter
+from draftkv.cache.architecture import check_drafter, check_native_window
 from draftkv.cache.attention import ATTENTION
 from draftkv.errors import InputError
 from draftkv.models import check_same_tokens, load_config, load_model, load_tokenizer, make_drafter
@@ -29,6 +29,21 @@ def load_drafter(
     model = load_model(name, revision) if name else make_drafter(target.model, target.revision, layers)
     model.set_attn_implementation(ATTENTION)
     return model.eval(), vocab
+
+
+def preflight(recipe: Recipe) -> None:
+    """Refuse what cannot work before any weight is loaded: configurations and tokenizers only.
+
+    Raises:
+        InputError: see `load_drafter`; or a native window that the architecture or the policy cannot have.
+    """
+    spec, target = recipe.drafter, recipe.target
+    name, revision = (spec.model, spec.revision) if spec.model else (target.model, target.revision)
+    config = load_config(name, revision)
+    check_drafter(config, name)
+    if recipe.export.native_window:
+        check_native_window(config.model_type, recipe.eval.policies[recipe.eval.select])
+    check_same_tokens(load_tokenizer(target.model, target.revision), load_tokenizer(name, revision))
 
 
 def drafter_to_train(recipe: Recipe) -> tuple[PreTrainedModel, int]:

@@ -25,20 +25,21 @@ HELD_OUT_SHARE = 5  # one document in five is held out
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "idlelib", "encodings",
                    "pydoc_data", "__pycache__"}  # fmt: skip
 
-# Chosen by reading what SmolLM2-135M writes to each: those that gave long answers with few repeated 8-grams.
+# Chosen by measuring what SmolLM2-135M writes greedily to 420-token excerpts: long answers (160 of 160 tokens) with the
+# smallest share of repeated 8-grams (0.3 to 0.4 for code, 0.25 to 0.3 for prose). Those left out loop: "write the next
+# part" 0.65, a tutorial 0.64, a blog post 0.73, a conversation 0.78; "continue" copies its prompt.
 INSTRUCTIONS = {
     "code": (
-        "Explain what this code does, step by step.",
-        "Write a tutorial for beginners about this module, with examples of how to use it.",
         "Review this code: what is done well, what could go wrong, and how would you improve it?",
-        "Write the next part of this file.",
-        "Write unit tests for this code.",
+        "What is this module for? Who would use it, and why?",
+        "Write a short story about a programmer who has to maintain this code.",
+        "Write an email to a colleague that explains what this module is for and how it works.",
     ),
     "prose": (
         "Explain this text to a beginner, in your own words and with examples.",
         "Summarise the text above in detail.",
-        "Continue the text above.",
-        "Write ten questions about this text, each followed by its answer.",
+        "Write an email to a colleague that explains the text above.",
+        "Write a story in which two people discuss this text.",
     ),
 }
 

@@ -289,6 +289,6 @@ def _known_keys(schema: type[BaseModel], loc: tuple) -> list[str]:
                 here = models(model.model_fields[key].annotation)
                 break
         else:
-            tagged = [m for m in here if m.model_fields.get("kind") and key in get_args(m.model_fields["kind"].annotation)]
-            here = tagged or here
+            # A part of the path that names no field is the tag of a union (`scorer.snapkv.pool`).
+            here = [m for m in here if "kind" in m.model_fields and m.model_fields["kind"].default == key] or here
     return sorted({name for model in here for name in model.model_fields})

@@ -44,7 +44,8 @@ def lock(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             handle.seek(0)
-            raise RunError(f"{folder}: another run ({handle.read().strip() or 'unknown'}) works in this folder") from None
+            holder = handle.read().strip() or "unknown"
+            raise RunError(f"{folder}: another run ({holder}) works in this folder") from None
         handle.truncate(0)
         handle.write(f"process {os.getpid()} on {platform.node()}")
         handle.flush()

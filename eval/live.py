@@ -3,7 +3,7 @@
     python eval/live.py RECIPE [key.sub=value ...] [--drafter MODEL] [--prompts N] [--temperature T] [--plan]
 
 At temperature 0 every prompt's output is compared with the stored rollout, and the accepted counts with replay's, block
-by block. Differences are reported, not hidden: in fp32 there are none; bf16 rounds differently in blocks of other shapes.
+by block. Differences are reported, not hidden: in fp32 there are none; bf16 rounds otherwise in blocks of other shapes.
 """
 
 import argparse

@@ -57,7 +57,7 @@ def distill(recipe: Recipe) -> bool:
     from draftkv.distill.loop import Trainer
     from draftkv.distill.schedule import Schedule
     from draftkv.distill.student import Student, Teacher
-    from draftkv.drafter import drafter_to_train
+    from draftkv.drafter import drafter_to_train, preflight
     from draftkv.models import load_model
     from draftkv.teacher.rollouts import ensure_rollouts, held_out_rows
 
@@ -66,6 +66,7 @@ def distill(recipe: Recipe) -> bool:
         project_dir=str(recipe.run_dir),
     )  # fmt: skip
     set_seed(recipe.seed)
+    preflight(recipe)
     with accelerator.main_process_first():
         train_rollouts, eval_rollouts = (ensure_rollouts(recipe, split) for split in ("train", "eval"))
     train_rows = [row for row in train_rollouts.rows() if len(row["response_ids"]) > 1]
@@ -74,7 +75,8 @@ def distill(recipe: Recipe) -> bool:
         raise InputError(f"{train_rollouts.path}: no usable training row; {train_rollouts.counts}")
 
     model, vocab = drafter_to_train(recipe)
-    teacher = Teacher(load_model(recipe.target.model, recipe.target.revision, recipe.target.dtype).to(accelerator.device))
+    target = load_model(recipe.target.model, recipe.target.revision, recipe.target.dtype)
+    teacher = Teacher(target.to(accelerator.device))
     student = Student(model, recipe.loss, vocab, recipe.train.head_chunk)
     params = [p for p in student.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(decay_groups(params, recipe.train.weight_decay), lr=recipe.train.lr,
@@ -87,8 +89,9 @@ def distill(recipe: Recipe) -> bool:
     trainer = Trainer(recipe, accelerator, student, optimizer, teacher, schedule, evaluate, trackers.step)
     if trainer.resume():
         say(f"continuing after step {trainer.progress.step}")
-    say(f"{len(train_rows)} training rows, {len(eval_rows)} held-out rows, {sum(p.numel() for p in params) / 1e6:.1f} M "
-        f"trainable parameters, {accelerator.num_processes} process(es) on {accelerator.device.type}")  # fmt: skip
+    millions = sum(p.numel() for p in params) / 1e6
+    say(f"{len(train_rows)} training rows, {len(eval_rows)} held-out rows, {millions:.1f} M trainable parameters, "
+        f"{accelerator.num_processes} process(es) on {accelerator.device.type}")  # fmt: skip
     with cli.progress("train", recipe.train.steps - trainer.progress.step) as advance:
         finished = trainer.run(advance)
     if finished:

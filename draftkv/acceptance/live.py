@@ -77,7 +77,7 @@ def speculate(
         draft: at temperature > 0, "sampled" (accept with min(1, p/q)) or "greedy" (vLLM's draft_model mode: the draft
             is argmax q, accepted with probability p of it). The output follows the target's distribution either way.
     """
-    rules = _Rules(temperature, draft, generator)
+    rules = AcceptanceRule(temperature, draft, generator)
     run = LiveRun()
     target_side, draft_side = _Side(target, FULL, prompt_ids), _Side(drafter, policy, prompt_ids)
     tokens = [*prompt_ids, rules.pick(target_side.last[-1])]
@@ -102,7 +102,9 @@ def speculate(
     return run
 
 
-def _draft(side: _Side, tokens: list[int], draft_length: int, rules: "_Rules") -> tuple[list[int], list[Tensor]]:
+def _draft(
+    side: _Side, tokens: list[int], draft_length: int, rules: "AcceptanceRule"
+) -> tuple[list[int], list[Tensor]]:
     drafted, dists = [], []
     logits = side.catch_up(tokens)
     for i in range(draft_length):
@@ -124,8 +126,13 @@ def _emit(run: LiveRun, tokens: list[int], new: list[int], count: int, limit: in
         run.accepted.append(min(count, len(new)))
 
 
-class _Rules:
-    """Picking and accepting tokens at one temperature."""
+class AcceptanceRule:
+    """Picking and accepting tokens at one temperature, so that the output follows the target's distribution.
+
+    Sampled drafts are accepted with probability min(1, p/q) and rejected ones replaced by a draw from (p - q)+
+    (Leviathan et al. 2023); a greedy draft is the same rule with all of q on one token. Every draw comes from
+    `generator` (None: torch's global one).
+    """
 
     def __init__(self, temperature: float, draft: str, generator: torch.Generator | None):
         if draft not in ("sampled", "greedy"):

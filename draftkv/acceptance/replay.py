@@ -2,7 +2,7 @@
 
 Speculative decoding is lossless, so whatever drafter runs, the target's rollout is what comes out. One teacher-forced
 forward of the drafter over prompt + rollout, under a cache policy, therefore gives the acceptance of every position:
-T = 0: [argmax q = x]; T > 0 with a sampled draft: min(1, q(x) / p(x)); T > 0 with a greedy draft (vLLM): [argmax q = x].
+[argmax q = x] at T = 0 and for greedy drafts (vLLM's draft_model mode), min(1, q(x) / p(x)) for sampled drafts.
 Several policies share the prompt's pass: cost P + V * R rows for V policies.
 """
 

@@ -3,6 +3,7 @@
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
+from draftkv.cache.policy import Policy
 from draftkv.errors import InputError
 
 # Architectures whose layers hand attention to transformers' interface with the arguments that the kernel needs; each
@@ -14,6 +15,10 @@ SUPPORTED = {
     "gemma3_text": "Gemma 3",
     "gpt_oss": "GPT-OSS",
 }
+
+# Architectures in which an engine honours a drafter's `sliding_window` (tried: vLLM 0.32, see the model card). In
+# others the key is ignored, so a native-window export would promise what is not done.
+NATIVE_WINDOW = {"llama"}
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
@@ -50,3 +55,16 @@ def check_drafter(config: PretrainedConfig, name: str) -> None:
         raise InputError(f"{name}: no full-attention layer, so there is no cache for a policy to compress")
     if getattr(text, "attention_dropout", 0):
         raise InputError(f"{name}: attention_dropout is {text.attention_dropout}; it must be 0 under a cache policy")
+
+
+def check_native_window(model_type: str, policy: Policy) -> None:
+    """Refuse a native-window export that no engine would honour.
+
+    Raises:
+        InputError: an architecture whose window engines ignore, or a policy that is not a plain window.
+    """
+    if model_type not in NATIVE_WINDOW:
+        known = ", ".join(sorted(NATIVE_WINDOW))
+        raise InputError(f"native window: engines ignore a drafter's window on '{model_type}'; tried and honoured: {known}")
+    if policy.scorer.kind != "none" or policy.sinks or not isinstance(policy.budget, int):
+        raise InputError(f"native window: '{policy.label}' is not a plain window; choose an swa policy (eval.select)")

@@ -164,7 +164,7 @@ def _policy_attention(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls for attention layers of a model loaded with attention `draftkv`."""
     if cache_view is None:
-        raise ValueError("attention 'draftkv' needs cache_view=...; use draftkv.cache.parallel or draftkv.cache.evicted")
+        raise ValueError("attention 'draftkv' needs cache_view=...: see draftkv.cache.parallel and .evicted")
     if attention_mask is not None:
         raise ValueError("attention 'draftkv' takes no attention_mask: rows are right-padded and the view is causal")
     if dropout:

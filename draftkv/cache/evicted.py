@@ -141,7 +141,7 @@ class EvictedCache(Cache):
 
     @torch.no_grad()
     def forward(self, model: torch.nn.Module, ids: Tensor, keep: int | None = None) -> Tensor:
-        """Feed [1, n] tokens; the first call is the prefill. Returns fp32 logits [keep or n, vocab] of the last rows."""
+        """Feed [1, n] tokens; the first call is the prefill. Returns fp32 logits [keep or n, vocab], last rows."""
         count = ids.shape[1]
         hidden = model.get_decoder()(
             input_ids=ids, position_ids=self.positions(count, ids.device), cache=self, cache_view=self, use_cache=True
@@ -168,7 +168,8 @@ class EvictedCache(Cache):
             return self.length
         if self.is_recurrent:
             length = self.committed
-            for layer, saved in zip((x for x in self.layers if not isinstance(x, EvictedLayer)), self._saved, strict=True):
+            recurrent = [layer for layer in self.layers if not isinstance(layer, EvictedLayer)]
+            for layer, saved in zip(recurrent, self._saved, strict=True):
                 _restore(layer, saved)
         for slot in self.attention_layers:
             slot.drop_newest(self.length - length)

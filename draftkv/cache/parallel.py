@@ -1,7 +1,7 @@
 """The parallel executor: one teacher-forced forward in which every response row sees what the cache would hold.
 
 A row of the batch is laid out as [prompt | response under view 1 | response under view 2 | ... | padding]. The views
-share the prompt's pass, so V views cost P + V*R rows instead of V*(P + R); each view attends to the prompt and to its own
+share the prompt's pass, so V views cost P + V*R rows instead of V*(P + R); each view attends to the prompt and its own
 response only, and `position_ids` restart after the prompt. Gradient flows through kept keys and values, the prompt's
 included; the selection itself is detached.
 """
@@ -117,7 +117,7 @@ class Batch:
 def lay_out(prompts: list[list[int]], responses: list[list[int]], views: list[list[Policy]]) -> Batch:
     """Lay out a batch: for each sequence its prompt, then its response once per view.
 
-    The last response token is not fed (nothing is predicted from it), so a response of R tokens takes R - 1 rows a view.
+    The last response token is not fed (nothing is predicted from it): a response of R tokens takes R - 1 rows a view.
 
     Raises:
         ValueError: views of one row differ in what prompt rows see (they cannot share a prompt pass).

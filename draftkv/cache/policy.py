@@ -105,7 +105,7 @@ class Policy(BaseModel):
                 raise ValueError(f"policy '{self.policy}' needs a budget")
             return self
         if isinstance(self.budget, float) and not 0 < self.budget < 1:
-            raise ValueError(f"budget {self.budget}: a fraction of the prompt lies between 0 and 1; entries are integers")
+            raise ValueError(f"budget {self.budget}: a fraction of the prompt is between 0 and 1, entries are whole")
         if isinstance(self.budget, int) and self.budget < self.kept_sinks + 1:
             raise ValueError(f"budget {self.budget} is smaller than sinks + 1 = {self.kept_sinks + 1}")
         return self

@@ -20,15 +20,15 @@ Any engine that takes a draft model serves this folder with the full cache:
     vllm serve TARGET --speculative-config \\
         '{{"model": "THIS_FOLDER", "method": "draft_model", "num_speculative_tokens": {k}}}'
 
-The compressed cache it was trained for is in `draft_cache.json`. A plain window needs no plugin where the engine honours
-`sliding_window` of a drafter (`train/export.py --native-window`; tried: Llama drafters in vLLM 0.32, with
+The compressed cache it was trained for is in `draft_cache.json`. A plain window needs no plugin where the engine
+honours `sliding_window` of a drafter (`train/export.py --native-window`; tried: Llama drafters in vLLM 0.32, with
 `disable_hybrid_kv_cache_manager=True`; a Qwen3 drafter's window was ignored). Selected entries need an engine that
 evicts: `draftkv.cache.evicted` is the reference.
 """
 
 UNPROVEN = """
-This architecture ({architecture}) was not proven in vLLM's `draft_model` mode. Text-only Qwen3.5 checkpoints need a vLLM
-that registers `Qwen3_5ForCausalLM` (newer than July 2026).
+This architecture ({architecture}) was not proven in vLLM's `draft_model` mode. Text-only Qwen3.5 checkpoints need a
+vLLM that registers `Qwen3_5ForCausalLM` (newer than July 2026).
 """
 
 
@@ -74,7 +74,7 @@ def _table(facts: dict[str, Any]) -> str:
     if not facts["after"]:
         return "No evaluation was recorded for these weights."
     before = {(r["policy"], r["temperature"]): r for r in facts["before"]}
-    lines = ["| cache | T | before | after (step %d) | retention |" % facts["step"], "|---|---|---|---|---|"]
+    lines = [f"| cache | T | before | after (step {facts['step']}) | retention |", "|---|---|---|---|---|"]
     for r in sorted(facts["after"], key=lambda r: r["temperature"]):
         old = before.get((r["policy"], r["temperature"]))
         kept = "" if r["retention"] is None else f"{r['retention']:.1%}"

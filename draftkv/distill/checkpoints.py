@@ -62,5 +62,5 @@ def load_newest(accelerator: Accelerator, run_dir: Path) -> dict[str, Any] | Non
         state = json.loads((found[-1] / STATE).read_text())
         accelerator.load_state(str(found[-1]))
     except Exception as error:
-        raise RunError(f"{found[-1]}: unreadable checkpoint ({error}); remove it to resume from the one before") from error
+        raise RunError(f"{found[-1]}: unreadable ({error}); remove it to resume from the one before") from error
     return state

@@ -14,15 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftkv import rundir
 from draftkv.acceptance.score import read_acceptance
+from draftkv.cache.architecture import check_native_window
 from draftkv.cache.policy import Policy
 from draftkv.distill.card import model_card
 from draftkv.errors import InputError, RunError
 from draftkv.models import load_model, load_tokenizer, quiet
 from draftkv.recipe import Recipe
-
-# Architectures in which an engine honours `layer_types: sliding_attention` of a drafter (tried: vLLM 0.32, see the
-# model card). In others the key is ignored or refused, so a native-window export would promise what is not done.
-NATIVE_WINDOW = {"llama"}
 
 
 def export_run(recipe: Recipe, native_window: bool | None = None) -> Path:
@@ -71,13 +68,7 @@ def write_native_window(config: Any, policy: Policy) -> Policy:
     Raises:
         InputError: an architecture whose engines ignore the window, or a policy that is not a plain window.
     """
-    if config.model_type not in NATIVE_WINDOW:
-        raise InputError(
-            f"--native-window: engines ignore a drafter's window on '{config.model_type}'; known to honour it: "
-            + ", ".join(sorted(NATIVE_WINDOW))
-        )
-    if policy.scorer.kind != "none" or policy.sinks or not isinstance(policy.budget, int):
-        raise InputError(f"--native-window: '{policy.label}' is not a plain window; choose an swa policy (eval.select)")
+    check_native_window(config.model_type, policy)
     config.layer_types = ["sliding_attention"] * config.num_hidden_layers
     config.sliding_window = policy.budget + 1  # transformers and engines count the token itself
     return policy.model_copy(update={"prefill": "windowed"})

@@ -66,10 +66,13 @@ class Schedule:
         places = range(step * train.rows, (step + 1) * train.rows)
         chosen = [self._epoch(place // total)[place % total] for place in places]
         items = [
-            Item(row, draw_views(self.recipe.views, train.views_per_row, self.recipe.seed, step, f"{i}/{row['row_id']}"))
-            for i, row in enumerate(self.rows[index] for index in chosen)
+            Item(self.rows[index], self._views(step, f"{place}/{self.rows[index]['row_id']}"))
+            for place, index in enumerate(chosen)
         ]
         return sorted(items, key=lambda item: -item.fed)
+
+    def _views(self, step: int, row: str) -> tuple[Policy, ...]:
+        return draw_views(self.recipe.views, self.recipe.train.views_per_row, self.recipe.seed, step, row)
 
     def _epoch(self, epoch: int) -> list[int]:
         order = list(range(len(self.rows)))

@@ -18,13 +18,14 @@ STEPS = 20
 
 def write_recipe(folder: Path, **train) -> Path:
     prompts = folder / "prompts.jsonl"
-    words = "alpha beta gamma delta epsilon zeta eta theta iota kappa".split()
+    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
     lines = [{"text": " ".join(words[(i * j) % 10] for j in range(1, 24)), "row_id": f"p{i}"} for i in range(8)]
     prompts.write_text("\n".join(map(json.dumps, lines)))
     plain = {
         "name": "run", "output": str(folder / "runs"), "target": {"model": "rehearsal:llama"},
         "drafter": {"model": "rehearsal:llama@1"},
-        "prompts": {"train": {"source": str(prompts)}, "eval": {"source": str(prompts), "limit": 2}, "max_prompt_tokens": 200},
+        "prompts": {"train": {"source": str(prompts)}, "eval": {"source": str(prompts), "limit": 2},
+                    "max_prompt_tokens": 200},
         "rollouts": {"max_new_tokens": 16, "eval_temperatures": [0.0], "dtype": "float32"},
         "views": ["full", {"policy": "swa", "budget": [6, 12]}],
         "train": {"steps": STEPS, "rows": 4, "lr": 1e-3, "precision": "no", "checkpoint_every": 7, **train},
