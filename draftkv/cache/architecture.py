@@ -65,6 +65,6 @@ def check_native_window(model_type: str, policy: Policy) -> None:
     """
     if model_type not in NATIVE_WINDOW:
         known = ", ".join(sorted(NATIVE_WINDOW))
-        raise InputError(f"native window: engines ignore a drafter's window on '{model_type}'; tried and honoured: {known}")
+        raise InputError(f"native window: engines ignore the drafter's on '{model_type}'; tried and honoured: {known}")
     if policy.scorer.kind != "none" or policy.sinks or not isinstance(policy.budget, int):
         raise InputError(f"native window: '{policy.label}' is not a plain window; choose an swa policy (eval.select)")
