@@ -106,10 +106,6 @@ class View(Section):
         fixed = {n: v for n in ("budget", "rho") if (v := getattr(self, n)) is not None}
         return Policy.model_validate({**self.parts, **fixed, **drawn})
 
-    @property
-    def is_range(self) -> bool:
-        return isinstance(self.budget, list) or isinstance(self.rho, list)
-
     def draw(self, rng: random.Random) -> Policy:
         drawn: dict[str, Any] = {}
         if isinstance(self.budget, list):
@@ -137,7 +133,7 @@ class Train(Section):
     steps: int = Field(100, ge=1)
     rows: int = Field(8, ge=1, description="rows (prompt + response) per optimiser step, over all processes")
     micro_rows: int = Field(1, ge=1, description="rows per forward pass on one process")
-    views_per_row: int = Field(1, ge=1, description="views that share one prompt pass")
+    views_per_row: int = Field(1, ge=1, description="views per row, drawn without replacement; they share a prompt pass")
     lr: float = Field(1e-5, gt=0)
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate / peak")
     warmup_steps: int = Field(5, ge=0)

@@ -41,16 +41,16 @@ def learning_rate(train: Train, step: int) -> float:
     return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def draw_views(views: Sequence[View], count: int, seed: int, step: int, row_id: str) -> tuple[Policy, ...]:
-    """`count` policies for one row, weighted, without repeating a fixed one while others are left."""
-    rng = random.Random(f"views/{seed}/{step}/{row_id}")
+def draw_views(views: Sequence[View], count: int, seed: int, step: int, row: str) -> tuple[Policy, ...]:
+    """`count` policies for one row: weighted draws from the list without replacement, again from the whole list when
+    it is used up. So as many draws as views gives every view once, and weights decide when there are fewer."""
+    rng = random.Random(f"views/{seed}/{step}/{row}")
     drawn: list[Policy] = []
-    left = list(views)
+    left: list[View] = []
     for _ in range(count):
-        view = rng.choices(left, [v.weight for v in left])[0]
+        left = left or list(views)
+        view = left.pop(rng.choices(range(len(left)), [v.weight for v in left])[0])
         drawn.append(view.draw(rng))
-        if not view.is_range and len(left) > 1:
-            left.remove(view)
     return tuple(drawn)
 
 

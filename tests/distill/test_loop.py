@@ -88,6 +88,12 @@ def test_views_depend_on_seed_step_and_row_alone(tmp_path):
     assert 0.2 < sum(shares) / len(shares) < 0.5
 
 
+def test_as_many_draws_as_views_gives_every_view_once(tmp_path):
+    settings = recipe(tmp_path, views_per_row=3)
+    for item in sched.Schedule(rows(), settings).items(0):
+        assert sorted(p.policy for p in item.views) == ["full", "rift_stat", "swa"]
+
+
 def test_processes_share_a_step_without_overlap(tmp_path):
     settings = recipe(tmp_path, micro_rows=2, rows=7)
     schedule = sched.Schedule(rows(), settings)
