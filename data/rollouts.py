@@ -25,7 +25,7 @@ def main(args: argparse.Namespace) -> None:
         show(recipe, split, store, args.show)
     cli.console.print(summary(stores))
     for split, store in stores.items():
-        cli.say(f"{split}: {store.path}")
+        cli.say(f"{split}: {totals(store)}")
 
 
 def plan(recipe: Recipe) -> None:
@@ -58,9 +58,9 @@ def show(recipe: Recipe, split: str, store: Rollouts, count: int) -> None:
 
 
 def summary(stores: dict[str, Rollouts]) -> Table:
-    """One line for every split, category and temperature."""
-    table = Table(title="rollouts")
-    for name in ("split", "category", "T", "rows", "prompt", "response", "stopped", "repeated 8 / 32-grams"):
+    """One line for every split, category and temperature; lengths in tokens."""
+    table = Table(title="rollouts", caption="repeats: share of 8-grams / 32-grams that occurred before in the response")
+    for name in ("split", "category", "T", "rows", "prompt", "response", "stopped", "repeats"):
         table.add_column(name, justify="left" if name in ("split", "category") else "right")
     for split, store in stores.items():
         groups: dict[tuple, list[dict]] = {}
@@ -68,12 +68,16 @@ def summary(stores: dict[str, Rollouts]) -> Table:
             groups.setdefault((row["category"], row["temperature"]), []).append(row)
         for (category, temperature), rows in sorted(groups.items()):
             table.add_row(split, category, f"{temperature:g}", *_statistics(rows))
-        written, seconds = sum(map(len, store.dataset["response_ids"])), seconds_spent(store)
-        skipped = ", ".join(f"{n} {reason}" for reason, n in store.counts["skipped"].items()) or "none"
-        rate = f"{written / seconds:.0f} tokens/s" if seconds else ""
-        table.add_row(split, "all", "", str(store.counts["used"]), "", f"{written:,} tokens", "", rate)
-        table.add_row(split, f"skipped: {skipped}", end_section=True)
+        table.add_section()
     return table
+
+
+def totals(store: Rollouts) -> str:
+    """Rows, tokens, speed, what was skipped and why, and where the store lies."""
+    written, seconds = sum(map(len, store.dataset["response_ids"])), seconds_spent(store)
+    skipped = ", ".join(f"{n} {reason}" for reason, n in store.counts["skipped"].items()) or "none"
+    speed = f" ({written / seconds:.0f} tokens/s)" if seconds else ""
+    return f"{store.counts['used']} rows, {written:,} tokens{speed}, skipped: {skipped}; in {store.path}"
 
 
 def _statistics(rows: list[dict]) -> list[str]:
