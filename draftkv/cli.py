@@ -1,6 +1,6 @@
 """What every command shares: `SCRIPT RECIPE [key.sub=value ...] [--plan]`, one-line errors, exit statuses, progress.
 
-Exit status: 0 done, 1 a run that failed, 2 bad input.
+Exit status: 0 done, 1 a run that failed, 2 bad input, 130 interrupted. What the user can mend is one line on stderr.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 # Set before any library reads them: no network unless a recipe names a hub id, and no advice on stderr.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -18,7 +19,7 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from draftkv.errors import InputError, RunError
+from draftkv.errors import InputError, Interrupted, RunError
 from draftkv.recipe import Recipe, load_recipe
 
 console = Console(highlight=False, soft_wrap=True)
@@ -35,9 +36,14 @@ def say(text: str) -> None:
         console.print(text, markup=False)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see --help\n")  # argparse would print the usage too
+
+
 def parser(description: str, recipe: str = "RECIPE") -> argparse.ArgumentParser:
     """The argument parser of a command: a recipe, overrides, `--plan`. Scripts add their own flags to it."""
-    result = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    result = _Parser(description=description, allow_abbrev=False)
     result.add_argument("recipe", metavar=recipe, help="YAML file, see recipes/")
     result.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override any key of the recipe")
     result.add_argument("--plan", action="store_true", help="print what would run, with estimates, and stop")
@@ -57,15 +63,21 @@ def run(main: Callable[[argparse.Namespace], None], arguments: argparse.Argument
     try:
         main(args)
     except (InputError, RunError) as error:
-        if os.environ.get("DRAFTKV_TRACEBACK"):
-            traceback.print_exc()
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2 if isinstance(error, InputError) else 1)
+        status = 2 if isinstance(error, InputError) else 130 if isinstance(error, Interrupted) else 1
+        _leave(str(error), status)
     except OSError as error:
-        if os.environ.get("DRAFTKV_TRACEBACK"):
-            traceback.print_exc()
-        sys.stderr.write(f"error: {error.strerror or error}: {error.filename or 'see above'}\n")
-        sys.exit(1)
+        text = error.strerror or str(error)
+        _leave(f"{text}: {error.filename}" if error.filename else text, 1)
+    except KeyboardInterrupt:
+        _leave("interrupted; the same command goes on from what is saved", 130)
+
+
+def _leave(text: str, status: int) -> NoReturn:
+    if os.environ.get("DRAFTKV_TRACEBACK"):
+        traceback.print_exc()
+    if status != 130 or is_main_process():  # Ctrl-C reaches every process of a launch
+        sys.stderr.write(f"error: {' '.join(text.split())}\n")
+    sys.exit(status)
 
 
 @contextmanager

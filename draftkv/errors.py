@@ -7,3 +7,7 @@ class InputError(ValueError):
 
 class RunError(RuntimeError):
     """The input was fine but the run could not go on: exit status 1."""
+
+
+class Interrupted(RunError):
+    """The user asked to stop and everything was saved: exit status 130, as after Ctrl-C anywhere else."""

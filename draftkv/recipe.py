@@ -6,9 +6,11 @@ misspelt key, the nearest valid one.
 """
 
 import difflib
+import importlib.util
 import random
+import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -18,9 +20,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from draftkv.cache.policy import Policy
 from draftkv.errors import InputError
 
+# Attention backends that a recipe may name. Only the first takes a cache policy's masks so far.
+BACKENDS = {"sdpa": "torch", "flex_attention": "torch", "flash_attention_2": "flash_attn"}
+
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Model(Section):
@@ -37,7 +42,18 @@ class Drafter(Section):
     model: str | None = Field(None, description="folder or hub id; null: made from the target")
     revision: str | None = None
     layers: list[int] | None = Field(None, description="layers of the target to keep when model is null; null: all")
-    attention: Literal["sdpa"] = Field("sdpa", description="backend of the cache-policy attention")
+    attention: str = Field("sdpa", description="backend of the cache-policy attention")
+
+    @field_validator("attention")
+    @classmethod
+    def _takes_a_policy(cls, value: str) -> str:
+        if value not in BACKENDS:
+            raise ValueError(f"unknown backend '{value}'; use 'sdpa'")
+        if importlib.util.find_spec(BACKENDS[value]) is None:
+            raise ValueError(f"'{value}' is not installed (package {BACKENDS[value]}); use 'sdpa'")
+        if value != "sdpa":
+            raise ValueError(f"'{value}' is not supported under a cache policy yet; use 'sdpa'")
+        return value
 
 
 class PromptSource(Section):
@@ -75,6 +91,8 @@ class Rollouts(Section):
 
 class View(Section):
     """A distribution over policies for training: a policy whose `budget` and `rho` may be ranges [low, high]."""
+
+    also_holds: ClassVar[tuple[type[BaseModel], ...]] = (Policy,)
 
     weight: float = Field(1.0, gt=0)
     budget: list[int] | int | float | None = None
@@ -148,6 +166,16 @@ class Train(Section):
     keep_checkpoints: int = Field(2, ge=1)
     max_bad_steps: int = Field(5, ge=1, description="non-finite steps in a row before the run stops")
 
+    @field_validator("trainable")
+    @classmethod
+    def _are_patterns(cls, value: list[str] | None) -> list[str] | None:
+        for pattern in value or []:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"'{pattern}' is not a regular expression: {error}") from None
+        return value
+
 
 class Eval(Section):
     every: int = Field(50, ge=1, description="optimiser steps between evaluations")
@@ -213,7 +241,8 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
     """Read a recipe file and apply dotted overrides.
 
     Raises:
-        InputError: missing or malformed file, malformed override, or a value that the schema refuses; one line.
+        InputError: missing or malformed file, malformed override, a value that the schema refuses, or an architecture
+            that cannot honour the recipe; one line.
     """
     path = Path(path)
     if not path.is_file():
@@ -225,19 +254,44 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
         for item in overrides:
             _override(tree, item)
         plain = OmegaConf.to_container(tree, resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not a valid recipe: {' '.join(str(error).split())}") from error
-    return validate(plain, where=str(path))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    recipe = validate(plain, where=str(path))
+    _honoured(recipe, str(path))
+    return recipe
 
 
 def _override(tree: DictConfig, item: str) -> None:
+    """Set one key. The value takes the place of what was there: a mapping is not merged into the old one."""
     key, sep, text = item.partition("=")
     if not sep or not key:
         raise InputError(f"override '{item}': expected key.sub=value")
     try:
-        OmegaConf.update(tree, key, yaml.safe_load(text), force_add=True)
+        OmegaConf.update(tree, key, yaml.safe_load(text), merge=False, force_add=True)
     except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError, AssertionError, IndexError) as error:
         raise InputError(f"override '{item}': {str(error).splitlines()[0]}") from error
+
+
+def _honoured(recipe: Recipe, where: str) -> None:
+    """Refuse what the drafter's architecture cannot do, where its configuration is on this machine or is known.
+
+    `draftkv.drafter.preflight` asks again, with the configuration itself, when a run begins.
+    """
+    from draftkv.cache.architecture import check_family, check_native_window
+    from draftkv.shapes import family_of
+
+    name = recipe.drafter.model or recipe.target.model
+    family = family_of(name)
+    if family is None:
+        return
+    try:
+        check_family(family, name)
+        if recipe.export.native_window:
+            check_native_window(family, recipe.eval.policies[recipe.eval.select])
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
 
 
 def validate(plain: dict[str, Any], where: str = "recipe", schema: type[Section] = Recipe) -> Any:
@@ -246,45 +300,73 @@ def validate(plain: dict[str, Any], where: str = "recipe", schema: type[Section]
     Raises:
         InputError: see `load_recipe`.
     """
+    _refuse_truth_values(plain, [schema], where)
     try:
         return schema.model_validate(plain)
     except ValidationError as error:
         raise InputError(f"{where}: {_explain(error, schema)}") from None
 
 
+def _refuse_truth_values(plain: Any, models: list[type[BaseModel]], where: str, path: str = "") -> None:
+    """pydantic takes true for the number 1, which hides a slip such as `steps: yes`."""
+    if isinstance(plain, list):
+        for index, item in enumerate(plain):
+            _refuse_truth_values(item, models, where, f"{path}.{index}")
+    elif isinstance(plain, dict):
+        for key, value in plain.items():
+            annotations = [m.model_fields[key].annotation for m in models if key in m.model_fields]
+            kinds = {kind for annotation in annotations for kind in _flat(annotation)}
+            here = f"{path}.{key}".lstrip(".")
+            if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+                raise InputError(f"{where}: {here}: expected a number (given: {value})")
+            _refuse_truth_values(value, [m for a in annotations for m in _models(a)], where, here)
+
+
 def _explain(error: ValidationError, schema: type[BaseModel]) -> str:
-    first = error.errors(include_url=False)[0]
-    keys = [str(k) for k in first["loc"]]
+    errors = error.errors(include_url=False)
+    first = errors[0]
+    keys, inside = _walk(schema, first["loc"])
     path = ".".join(keys) or "recipe"
     if first["type"] == "extra_forbidden":
-        known = _known_keys(schema, first["loc"][:-1])
-        near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
+        key = str(first["loc"][-1])
+        known = sorted({name for model in inside for name in model.model_fields} - {"parts"})
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
-        return f"{path}: unknown key; {hint}"
+        return f"{'.'.join([*keys, key])}: unknown key; {hint}"
     if first["type"] == "missing":
         return f"{path}: this key is required"
-    message = first["msg"].removeprefix("Value error, ")
+    # A value that fits no member of a union has one error for each.
+    texts = dict.fromkeys(e["msg"] for e in errors if _walk(schema, e["loc"])[0] == keys)
+    message = " or ".join(text.removeprefix("Value error, " if not i else "Input should be ")
+                          for i, text in enumerate(texts))  # fmt: skip
     given = first["input"]
-    shown = "" if isinstance(given, dict | list) or first["type"] == "value_error" else f" (given: {given!r})"
+    shown = "" if isinstance(given, dict | list) or first["type"] == "value_error" else f" (given: {given!r:.80})"
     return f"{path}: {message}{shown}"
 
 
-def _known_keys(schema: type[BaseModel], loc: tuple) -> list[str]:
-    """Field names of the section that `loc` points into, following nested models and lists."""
-    from typing import get_args
+def _walk(schema: type[BaseModel], loc: tuple) -> tuple[list[str], list[type[BaseModel]]]:
+    """Follow an error's location: the keys that a user wrote, and the models that the last of them leads to.
 
-    def models(annotation: Any) -> list[type[BaseModel]]:
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            return [annotation]
-        return [m for arg in get_args(annotation) for m in models(arg)]
-
-    here = [schema]
+    pydantic adds the member of a union that it tried (`budget.list[int]`, `scorer.snapkv`); no user wrote that.
+    """
+    keys, here = [], [schema]
     for key in loc:
-        for model in here:
-            if key in model.model_fields:
-                here = models(model.model_fields[key].annotation)
-                break
-        else:
-            # A part of the path that names no field is the tag of a union (`scorer.snapkv.pool`).
+        found = [m.model_fields[key].annotation for m in here if key in m.model_fields]
+        if found:
+            here = [m for annotation in found for m in _models(annotation)]
+        elif not isinstance(key, int):
             here = [m for m in here if "kind" in m.model_fields and m.model_fields["kind"].default == key] or here
-    return sorted({name for model in here for name in model.model_fields})
+            continue
+        keys.append(str(key))
+    return keys, here
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    return [m for kind in _flat(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)
+            for m in (kind, *getattr(kind, "also_holds", ()))]  # fmt: skip
+
+
+def _flat(annotation: Any) -> list[Any]:
+    """The types in an annotation: `list[int] | None` -> [int, NoneType]."""
+    inner = get_args(annotation)
+    return [kind for arg in inner for kind in _flat(arg)] if inner else [annotation]

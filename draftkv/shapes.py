@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from draftkv.errors import InputError
+
 BF16 = 2  # bytes
 
 
@@ -71,6 +73,9 @@ def shape_of(name: str) -> Shape | None:
     """The shape of a model given as a recipe gives it: folder, hub id, `embedded:NAME`, `rehearsal:NAME`.
 
     Nothing is downloaded. Returns None when nothing is known.
+
+    Raises:
+        InputError: a config.json that is not JSON.
     """
     if name.startswith("rehearsal:"):
         from draftkv.rehearsal import tiny_config
@@ -79,19 +84,40 @@ def shape_of(name: str) -> Shape | None:
     path = _local_config(name)
     if path is None:
         return KNOWN.get(name)
-    shape = from_config(json.loads(path.read_text(encoding="utf-8")))
+    shape = from_config(_read_config(path))
     counted = _stored_params(path.parent)
     return replace(shape, params=counted, params_from="its weight files") if counted else shape
 
 
+def family_of(name: str) -> str | None:
+    """`model_type` of a model's text part, as far as it is known without loading a library; see `shape_of`."""
+    path = None if name.startswith("rehearsal:") else _local_config(name)
+    if path is not None:
+        return from_config(_read_config(path)).family
+    return KNOWN[name].family if name in KNOWN else None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: a model's configuration is an object")
+    return config
+
+
 def _local_config(name: str) -> Path | None:
-    path = Path(name) / "config.json"
+    path = Path(name).expanduser() / "config.json"
     if path.is_file():
         return path
     if name.count("/") == 1 and not Path(name).exists():
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(name, "config.json")
+        try:
+            cached = try_to_load_from_cache(name, "config.json")
+        except ValueError:  # not the form of a hub id
+            return None
         return Path(cached) if isinstance(cached, str) else None
     return None
 

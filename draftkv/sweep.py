@@ -30,7 +30,7 @@ import yaml
 from pydantic import Field
 
 from draftkv.cli import say
-from draftkv.errors import InputError, RunError
+from draftkv.errors import InputError, Interrupted, RunError
 from draftkv.recipe import Recipe, Section, load_recipe, validate
 
 DISTILL = Path(__file__).parents[1] / "train" / "distill.py"
@@ -249,7 +249,7 @@ def run_logged(command: list[str], log: Path) -> int:
     The command gets a process group of its own, since the launcher dies of a signal that its child survives.
 
     Raises:
-        RunError: this process was asked to stop.
+        Interrupted: this process was asked to stop.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as file:
@@ -262,7 +262,7 @@ def run_logged(command: list[str], log: Path) -> int:
         return child.wait()
     except KeyboardInterrupt:
         _end_group(child)
-        raise RunError(f"stopped; run again to go on (log {log})") from None
+        raise Interrupted(f"stopped; run again to go on (log {log})") from None
     finally:
         signal.signal(signal.SIGTERM, before)
 

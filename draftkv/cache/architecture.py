@@ -1,10 +1,15 @@
-"""What an architecture can honour, read from its configuration before any weight is loaded."""
+"""What an architecture can honour, read from its configuration before any weight is loaded.
 
-from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+transformers is imported late: a recipe is checked against `SUPPORTED` when it is read, which has to be quick.
+"""
+
+from typing import TYPE_CHECKING
 
 from draftkv.cache.policy import Policy
 from draftkv.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # Architectures whose layers hand attention to transformers' interface with the arguments that the kernel needs; each
 # is in the parity tests. Others are refused rather than trained under masks that nobody has checked.
@@ -21,8 +26,10 @@ SUPPORTED = {
 NATIVE_WINDOW = {"llama"}
 
 
-def layer_kinds(config: PretrainedConfig) -> list[str]:
+def layer_kinds(config: "PretrainedConfig") -> list[str]:
     """For each layer: "full", "sliding", "recurrent" or "other"."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
     def kind(layer: object) -> str:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -34,23 +41,29 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
     return [kind(layer) for layer in DynamicCache(config=config).layers]
 
 
-def shares_prompt(config: PretrainedConfig) -> bool:
+def shares_prompt(config: "PretrainedConfig") -> bool:
     """Whether several views of one row can share a prompt pass laid out in one sequence: recurrent layers would carry
     the first view's state into the second."""
     return "recurrent" not in layer_kinds(config)
 
 
-def check_drafter(config: PretrainedConfig, name: str) -> None:
+def check_family(model_type: str, name: str) -> None:
+    """Raises: InputError for a `model_type` that is not in the parity tests."""
+    # A multimodal configuration names its text part differently (qwen3_5 holds qwen3_5_text).
+    if model_type not in SUPPORTED and f"{model_type}_text" not in SUPPORTED:
+        raise InputError(
+            f"{name}: cache policies are not proven on '{model_type}'; supported: {', '.join(SUPPORTED.values())}"
+        )
+
+
+def check_drafter(config: "PretrainedConfig", name: str) -> None:
     """Refuse a drafter that cache policies were not proven on.
 
     Raises:
         InputError: the architecture is not in the parity tests, or it has no full-attention layer to compress.
     """
     text = config.get_text_config(decoder=True)
-    if text.model_type not in SUPPORTED:
-        raise InputError(
-            f"{name}: cache policies are not proven on '{text.model_type}'; supported: {', '.join(SUPPORTED.values())}"
-        )
+    check_family(text.model_type, name)
     if "full" not in layer_kinds(text):
         raise InputError(f"{name}: no full-attention layer, so there is no cache for a policy to compress")
     if getattr(text, "attention_dropout", 0):

@@ -71,7 +71,7 @@ class Policy(BaseModel):
         pydantic.ValidationError: rho outside [0, 1], a budget that cannot hold sinks + 1 entries, an unknown preset.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     policy: str = Field("custom", description="preset name; its parts can be overridden by the keys below")
     budget: int | float | None = Field(None, description="entries (int), share of the prompt (float < 1), or null: all")
