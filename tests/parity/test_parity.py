@@ -264,3 +264,46 @@ def greedy(target, prompt: list[int], count: int) -> list[int]:
         cache.commit()
         out.append(int(cache.forward(target, torch.tensor([[out[-1]]])).argmax()))
     return out
+
+
+def test_windowed_prefill_is_a_native_sliding_window():
+    """`swa` with `prefill: windowed` is what an engine runs for a natively sliding model: B entries and the token."""
+    native = tiny_model("qwen3", initializer_range=0.1, use_sliding_window=True, sliding_window=9,
+                        layer_types=["sliding_attention"] * 2, num_hidden_layers=2)  # fmt: skip
+    ours = tiny_model("qwen3", initializer_range=0.1, num_hidden_layers=2)
+    ours.load_state_dict(native.state_dict())
+    ours.set_attn_implementation(ATTENTION)
+    ids = tokens(PROMPT + RESPONSE)
+    with torch.no_grad():
+        want = native(ids, use_cache=False).logits[0]
+    got = parallel_logits(ours, ids, PROMPT, policy("swa", 8, prefill="windowed"))
+    assert (got - want).abs().max() <= TOLERANCE
+    assert (parallel_logits(ours, ids, PROMPT, policy("swa", 8)) - want).abs().max() > 1e-2
+
+
+def test_selection_is_that_of_the_formula():
+    """SnapKV against loops over heads, queries and keys, and the block rule against its sentence."""
+    from draftkv.cache.scorers import SnapKVScorer, select
+
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(n, 30, 8, generator=generator) for n in (4, 2))
+    scorer, end, sinks = SnapKVScorer(observation=5, pool=3), 22, 2
+    raw = torch.zeros(2, 30)
+    for head in range(4):
+        for row in range(25, 30):
+            logits = torch.tensor([float(query[head, row] @ key[head // 2, j]) * 0.3 for j in range(row + 1)])
+            raw[head // 2, : row + 1] += logits.softmax(0) / 5 / 2
+    pooled = torch.zeros(2, end)
+    for j in range(end):
+        pooled[:, j] = sum(raw[:, i] for i in (j - 1, j, j + 1) if 0 <= i < end) / 3
+    assert torch.allclose(scorer.score(query, key, 0.3, end), pooled, atol=1e-6)
+    kept = select(scorer, query, key, 0.3, sinks=sinks, count=6, end=end)
+    for head in range(2):
+        best = sorted(range(sinks, end), key=lambda j: -float(pooled[head, j]))[:6]
+        assert kept[head].tolist() == sorted(best)
+    blocks = SnapKVScorer(observation=5, pool=3, block=4)
+    kept = select(blocks, query, key, 0.3, sinks=4, count=8, end=end)
+    for head in range(2):
+        means = {b: float(pooled[head, b : b + 4].mean()) for b in range(4, end - 3, 4)}
+        best = sorted(sorted(means, key=lambda b: -means[b])[:2])
+        assert kept[head].tolist() == [j for b in best for j in range(b, b + 4)]
