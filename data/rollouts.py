@@ -12,7 +12,7 @@ from rich.table import Table
 
 from draftkv import cli, models
 from draftkv.recipe import Recipe
-from draftkv.teacher.rollouts import Rollouts, ensure_rollouts, seconds_spent
+from draftkv.teacher.rollouts import Rollouts, ensure_rollouts, plan_rollouts, seconds_spent
 
 
 def main(args: argparse.Namespace) -> None:
@@ -20,7 +20,8 @@ def main(args: argparse.Namespace) -> None:
     if args.plan:
         plan(recipe)
         return
-    stores = {split: ensure_rollouts(recipe, split) for split in ("train", "eval")}
+    plans = plan_rollouts(recipe)
+    stores = {split: ensure_rollouts(recipe, split, plan=plans[split]) for split in plans}
     for split, store in stores.items():
         show(recipe, split, store, args.show)
     cli.console.print(summary(stores))

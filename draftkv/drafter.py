@@ -2,13 +2,22 @@
 
 import re
 
-from transformers import PreTrainedModel
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from draftkv.cache.architecture import check_drafter, check_native_window
 from draftkv.cache.attention import ATTENTION
 from draftkv.errors import InputError
-from draftkv.models import check_same_tokens, load_config, load_model, load_tokenizer, make_drafter
-from draftkv.recipe import Model, Recipe
+from draftkv.models import (
+    check_layers,
+    check_pair,
+    check_same_tokens,
+    load_config,
+    load_model,
+    load_tokenizer,
+    make_drafter,
+)
+from draftkv.recipe import Drafter, Model, Recipe
 
 
 def load_drafter(
@@ -31,19 +40,56 @@ def load_drafter(
     return model.eval(), vocab
 
 
-def preflight(recipe: Recipe) -> None:
+def preflight(recipe: Recipe, drafter: str | None = None) -> None:
     """Refuse what cannot work before any weight is loaded: configurations and tokenizers only.
 
+    Args:
+        drafter: folder or hub id of a drafter to evaluate in place of the recipe's.
+
     Raises:
-        InputError: see `load_drafter`; or a native window that the architecture or the policy cannot have.
+        InputError: a model that is missing or not supported, tokenizers that disagree, rows longer than a model's
+            limit; layers, parameters or a native window that the drafter does not have.
     """
-    spec, target = recipe.drafter, recipe.target
-    name, revision = (spec.model, spec.revision) if spec.model else (target.model, target.revision)
-    config = load_config(name, revision)
-    check_drafter(config, name)
+    spec = Drafter(model=drafter) if drafter else recipe.drafter
+    check_pair(recipe.target, spec, recipe.prompts.max_prompt_tokens + recipe.rollouts.max_new_tokens)
+    origin = spec if spec.model else recipe.target
+    config = load_config(origin.model, origin.revision)
+    check_drafter(config, origin.model)
+    if drafter:
+        return
+    if not spec.model and spec.layers is not None:
+        check_layers(config, spec.layers, origin.model)
     if recipe.export.native_window:
         check_native_window(config.model_type, recipe.eval.policies[recipe.eval.select])
-    check_same_tokens(load_tokenizer(target.model, target.revision), load_tokenizer(name, revision))
+    if recipe.train.trainable is not None:
+        _trainable(_skeleton(config), recipe.train.trainable)
+
+
+def exported(recipe: Recipe) -> str:
+    """The folder of the run's export.
+
+    Raises:
+        InputError: there is none.
+    """
+    folder = recipe.run_dir / "export"
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder}: nothing is exported yet; run train/distill.py with this recipe or give --drafter")
+    return str(folder)
+
+
+def _skeleton(config: PretrainedConfig) -> PreTrainedModel:
+    """The model without numbers: names and shapes of its parameters."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _trainable(model: PreTrainedModel, patterns: list[str]) -> set[str]:
+    """Raises: InputError when no parameter matches."""
+    wanted = [re.compile(pattern) for pattern in patterns]
+    found = {name for name, _ in model.named_parameters() if any(w.search(name) for w in wanted)}
+    if not found:
+        raise InputError(f"train.trainable {patterns}: matches no parameter of the drafter")
+    return found
 
 
 def drafter_to_train(recipe: Recipe) -> tuple[PreTrainedModel, int]:
@@ -57,9 +103,7 @@ def drafter_to_train(recipe: Recipe) -> tuple[PreTrainedModel, int]:
     if train.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if train.trainable is not None:
-        wanted = [re.compile(pattern) for pattern in train.trainable]
+        wanted = _trainable(model, train.trainable)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(any(w.search(name) for w in wanted))
-        if not any(p.requires_grad for p in model.parameters()):
-            raise InputError(f"train.trainable {train.trainable}: matches no parameter of the drafter")
+            parameter.requires_grad_(name in wanted)
     return model.train(), vocab

@@ -189,16 +189,11 @@ def keep_layers(model: PreTrainedModel, layers: list[int] | None, name: str = "m
     Raises:
         InputError: see `make_drafter`.
     """
-    config = model.config.get_text_config()
-    count = config.num_hidden_layers
     if layers is None:
         return model
-    if not layers or sorted(set(layers)) != list(layers) or not 0 <= layers[0] <= layers[-1] < count:
-        raise InputError(f"drafter.layers {layers}: {name} has layers 0 to {count - 1}; list some of them, ascending")
-    kinds = getattr(config, "layer_types", None)
-    if kinds and "full_attention" in kinds and "full_attention" not in [kinds[i] for i in layers]:
-        full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
-        raise InputError(f"drafter.layers {layers}: no full-attention layer among them; those are {full}")
+    check_layers(model.config, layers, name)
+    config = model.config.get_text_config()
+    count = config.num_hidden_layers
 
     stack = decoder_layers(model)
     kept = [stack[i] for i in layers]
@@ -214,6 +209,18 @@ def keep_layers(model: PreTrainedModel, layers: list[int] | None, name: str = "m
             setattr(config, key, [value[i] for i in layers])
     config.num_hidden_layers = len(layers)
     return model
+
+
+def check_layers(config: PretrainedConfig, layers: list[int], name: str) -> None:
+    """Raises: InputError, see `make_drafter`."""
+    config = config.get_text_config()
+    count = config.num_hidden_layers
+    if not layers or sorted(set(layers)) != list(layers) or not 0 <= layers[0] <= layers[-1] < count:
+        raise InputError(f"drafter.layers {layers}: {name} has layers 0 to {count - 1}; list some of them, ascending")
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "full_attention" in kinds and "full_attention" not in [kinds[i] for i in layers]:
+        full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        raise InputError(f"drafter.layers {layers}: no full-attention layer among them; those are {full}")
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,22 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 @contextmanager
+def writing(final: Path, draft: Path) -> Iterator[None]:
+    """Write a folder as `draft`, which becomes `final` when it is whole: what fails leaves everything else as it was.
+
+    Raises:
+        RunError: whatever was raised inside, in one line; safetensors, torch and pyarrow each have their own kind of
+            error for a full disk.
+    """
+    try:
+        yield
+    except Exception as error:
+        shutil.rmtree(draft, ignore_errors=True)  # on a full disk half a folder is in the way of the next try
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise RunError(f"{final}: not written: {reason}; what was complete is kept") from error
+
+
+@contextmanager
 def lock(folder: Path) -> Iterator[None]:
     """Hold the run folder. The lock goes with the process, however it ends.
 
@@ -53,18 +70,23 @@ def lock(folder: Path) -> Iterator[None]:
 
 
 def claim(recipe: Recipe) -> None:
-    """Write the resolved recipe, or check that the folder's recipe is the same.
+    """Write the resolved recipe, if the folder's recipe is the same or there is none yet.
 
     Raises:
-        InputError: it differs; the text names the key and both values.
+        InputError: see `check_claim`.
     """
+    check_claim(recipe)
+    write_atomic(recipe.run_dir / "recipe.yaml", recipe.as_yaml())
+
+
+def check_claim(recipe: Recipe) -> None:
+    """Raises: InputError when the folder holds a run of another recipe; the text names the key and both values."""
     path = recipe.run_dir / "recipe.yaml"
     if path.is_file():
         before = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         change = first_change(before, recipe.model_dump(mode="json"))
         if change:
             raise InputError(f"{path}: {change}; give the recipe another name, or remove the folder to start again")
-    write_atomic(path, recipe.as_yaml())
 
 
 def first_change(before: dict[str, Any], after: dict[str, Any]) -> str | None:

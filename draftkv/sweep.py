@@ -198,6 +198,32 @@ def plan_sweep(sweep: Sweep, launch: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
+def check_points(sweep: Sweep) -> None:
+    """Check models and prompts of every point that is not finished, each different set of them once.
+
+    Raises:
+        InputError: see `draftkv.drafter.preflight` and `plan_rollouts`; the message names the point.
+    """
+    from draftkv.drafter import preflight
+    from draftkv.teacher.rollouts import plan_rollouts
+
+    seen = set()
+    for point in sweep.points:
+        recipe = point.recipe
+        same = recipe.model_dump_json(include={"target", "drafter", "prompts", "rollouts", "export", "eval", "train"})
+        data = recipe.model_dump_json(include={"target", "drafter", "prompts", "rollouts"})
+        if point.finished:
+            continue
+        try:
+            if same not in seen:
+                preflight(recipe)
+            if data not in seen:
+                plan_rollouts(recipe)
+        except InputError as error:
+            raise InputError(f"point {recipe.name}: {error}") from error
+        seen |= {same, data}
+
+
 Runner = Callable[[list[str], Path], int]
 
 

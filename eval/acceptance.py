@@ -15,18 +15,19 @@ from draftkv.recipe import Recipe
 
 def main(args: argparse.Namespace) -> None:
     recipe = cli.recipe_from(args)
-    name = args.drafter or str(recipe.run_dir / "export")
     if args.plan:
-        cli.say(f"replays {name} on the held-out rollouts under:")
+        cli.say(f"replays {args.drafter or recipe.run_dir / 'export'} on the held-out rollouts under:")
         for policy in recipe.eval.policies:
             cli.say(f"  {policy.label}")
         return
     from draftkv.acceptance.replay import evaluate
     from draftkv.acceptance.score import append_jsonl
-    from draftkv.drafter import load_drafter
+    from draftkv.drafter import exported, load_drafter, preflight
     from draftkv.teacher.rollouts import held_out_rows, load_rollouts
 
     settings = recipe.eval
+    name = args.drafter or exported(recipe)
+    preflight(recipe, name)
     rows = held_out_rows(recipe, load_rollouts(recipe, "eval"))
     model, _ = load_drafter(name, None, recipe.target)
     with cli.progress("replay", len(rows)) as advance:

@@ -7,30 +7,37 @@ by block. Differences are reported, not hidden: in fp32 there are none; bf16 rou
 """
 
 import argparse
+from typing import TYPE_CHECKING
 
-import torch
 from rich.table import Table
 
 from draftkv import cli
 from draftkv.errors import InputError
 from draftkv.recipe import Recipe
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+
 
 def main(args: argparse.Namespace) -> None:
     recipe = cli.recipe_from(args)
     if args.temperature not in recipe.rollouts.eval_temperatures:
         raise InputError(f"--temperature {args.temperature:g}: the recipe has {recipe.rollouts.eval_temperatures}")
-    name = args.drafter or str(recipe.run_dir / "export")
+    if args.prompts < 1:
+        raise InputError(f"--prompts {args.prompts}: at least 1")
     if args.plan:
+        name = args.drafter or recipe.run_dir / "export"
         cli.say(f"decodes {args.prompts} held-out prompts at T={args.temperature:g} with {name} drafting for "
                 f"{recipe.target.model}, under {len(recipe.eval.policies)} policies, then replays them")  # fmt: skip
         return
     from draftkv.cache.attention import ATTENTION
-    from draftkv.drafter import load_drafter
+    from draftkv.drafter import exported, load_drafter, preflight
     from draftkv.models import load_model, load_tokenizer
     from draftkv.teacher.engine import stop_ids
     from draftkv.teacher.rollouts import held_out_rows, load_rollouts
 
+    name = args.drafter or exported(recipe)
+    preflight(recipe, name)
     rows = [r for r in held_out_rows(recipe, load_rollouts(recipe, "eval")) if r["temperature"] == args.temperature]
     rows = rows[: args.prompts]
     drafter, _ = load_drafter(name, None, recipe.target)
@@ -40,8 +47,10 @@ def main(args: argparse.Namespace) -> None:
     cli.console.print(compare(recipe, target, drafter, rows, stops))
 
 
-def compare(recipe: Recipe, target: torch.nn.Module, drafter: torch.nn.Module, rows: list[dict], stops: set) -> Table:
+def compare(recipe: Recipe, target: "Module", drafter: "Module", rows: list[dict], stops: set) -> Table:
     """Decode and replay each row under each policy; one line per policy."""
+    import torch
+
     from draftkv.acceptance.live import speculate
     from draftkv.acceptance.replay import replay_row
     from draftkv.acceptance.walk import greedy_blocks

@@ -30,24 +30,30 @@ def main(args: argparse.Namespace) -> None:
     from draftkv.sweep import recipe_hash
 
     done = recipe.run_dir / "done.json"
-    if cli.is_main_process():
-        rundir.claim(recipe)
     if done.is_file() and json.loads(done.read_text()).get("recipe_hash") == recipe_hash(recipe):
         say(f"{recipe.run_dir}: finished before; nothing to do (remove the folder to run again)")
         return
+    from draftkv.drafter import preflight
+    from draftkv.teacher.rollouts import plan_rollouts
+
+    rundir.check_claim(recipe)
+    # Before the folder is claimed: a recipe that is refused and then mended is not a changed one.
+    preflight(recipe)
+    plans = plan_rollouts(recipe)
     if not cli.is_main_process():
-        finished = distill(recipe)
+        finished = distill(recipe, plans)
     else:
         with rundir.lock(recipe.run_dir):
-            finished = distill(recipe)
+            rundir.claim(recipe)
+            finished = distill(recipe, plans)
             if finished:
                 conclude(recipe)
     if not finished:
         say("stopped by a signal after saving a checkpoint; the same command continues")
 
 
-def distill(recipe: Recipe) -> bool:
-    """Train; False when a signal stopped the run early (its checkpoint is saved)."""
+def distill(recipe: Recipe, plans: dict) -> bool:
+    """Train on the rollouts of `plans`; False when a signal stopped the run early (its checkpoint is saved)."""
     import torch
     from accelerate import Accelerator
     from accelerate.utils import set_seed
@@ -57,20 +63,19 @@ def distill(recipe: Recipe) -> bool:
     from draftkv.distill.loop import Trainer
     from draftkv.distill.schedule import Schedule
     from draftkv.distill.student import Student, Teacher
-    from draftkv.drafter import drafter_to_train, preflight
+    from draftkv.drafter import drafter_to_train
     from draftkv.models import load_model
     from draftkv.teacher.rollouts import ensure_rollouts, held_out_rows
 
-    accelerator = Accelerator(
-        mixed_precision=recipe.train.precision, log_with=Trackers.available(recipe) or None,
-        project_dir=str(recipe.run_dir),
-    )  # fmt: skip
+    accelerator = Accelerator(mixed_precision=recipe.train.precision, project_dir=str(recipe.run_dir))
     set_seed(recipe.seed)
-    preflight(recipe)
     with accelerator.main_process_first():
-        train_rollouts, eval_rollouts = (ensure_rollouts(recipe, split) for split in ("train", "eval"))
+        train_rollouts, eval_rollouts = (ensure_rollouts(recipe, s, plan=plan) for s, plan in plans.items())
     train_rows = [row for row in train_rollouts.rows() if len(row["response_ids"]) > 1]
     eval_rows = held_out_rows(recipe, eval_rollouts)
+    for split, store in (("training", train_rollouts), ("held-out", eval_rollouts)):
+        for reason, number in store.counts["skipped"].items():
+            say(f"{split} rows skipped: {number} {reason}")
     if not train_rows:
         raise InputError(f"{train_rollouts.path}: no usable training row; {train_rollouts.counts}")
 

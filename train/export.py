@@ -9,19 +9,21 @@ from draftkv import cli
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.native_window:
+        args.overrides.append("export.native_window=true")
     recipe = cli.recipe_from(args)
-    native = args.native_window or recipe.export.native_window
     policy = recipe.eval.policies[recipe.eval.select]
     if args.plan:
+        window = ", native window" if recipe.export.native_window else ""
         cli.say(f"reads  {recipe.run_dir}/checkpoints/{recipe.export.checkpoint}, acceptance.jsonl, provenance.json")
-        cli.say(f"writes {recipe.run_dir}/export ({recipe.export.dtype}{', native window' if native else ''})")
+        cli.say(f"writes {recipe.run_dir}/export ({recipe.export.dtype}{window})")
         cli.say(f"policy {policy.label}")
         return
     from draftkv import rundir
     from draftkv.distill.export import export_run
 
     with rundir.lock(recipe.run_dir):
-        folder = export_run(recipe, native)
+        folder = export_run(recipe)
     cli.say(f"exported to {folder}; weights and logits were compared after a reload")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from draftkv.cli import parser, run, say
 from draftkv.errors import InputError
-from draftkv.sweep import load_sweep, plan_sweep, run_sweep
+from draftkv.sweep import check_points, load_sweep, plan_sweep, run_sweep
 
 
 def main(args: argparse.Namespace) -> None:
@@ -20,6 +20,7 @@ def main(args: argparse.Namespace) -> None:
     if args.plan:
         say(plan_sweep(sweep, launch))
         return
+    check_points(sweep)
     run_sweep(sweep, launch)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from draftkv.errors import RunError
+from draftkv.rundir import writing
 
 STATE = "state.json"
 
@@ -21,23 +22,25 @@ def folder(run_dir: Path) -> Path:
 
 
 def save(accelerator: Accelerator, run_dir: Path, step: int, state: dict[str, Any], keep: int) -> None:
-    """Save after `step` optimiser steps. Called on every process."""
+    """Save after `step` optimiser steps. Called on every process.
+
+    Raises:
+        RunError: not written, such as for a full disk; older checkpoints are kept.
+    """
     final = folder(run_dir) / f"step-{step:06d}"
     draft = final.with_name(f".{final.name}")
     if accelerator.is_main_process:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    try:
+    with writing(final, draft):
         accelerator.save_state(str(draft))
-    except Exception as error:  # safetensors and torch raise their own kinds for a full disk
-        shutil.rmtree(draft, ignore_errors=True)
-        raise RunError(f"{final}: checkpoint not written: {error}; the last complete one is kept") from error
-    accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            (draft / STATE).write_text(json.dumps({"step": step, **state}))
+            shutil.rmtree(final, ignore_errors=True)
+            draft.rename(final)
     if accelerator.is_main_process:
-        (draft / STATE).write_text(json.dumps({"step": step, **state}))
-        shutil.rmtree(final, ignore_errors=True)
-        draft.rename(final)
         for old in complete(run_dir)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     accelerator.wait_for_everyone()

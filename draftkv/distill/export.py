@@ -18,11 +18,11 @@ from draftkv.cache.architecture import check_native_window
 from draftkv.cache.policy import Policy
 from draftkv.distill.card import model_card
 from draftkv.errors import InputError, RunError
-from draftkv.models import load_model, load_tokenizer, quiet
+from draftkv.models import load_config, load_model, load_tokenizer, quiet
 from draftkv.recipe import Recipe
 
 
-def export_run(recipe: Recipe, native_window: bool | None = None) -> Path:
+def export_run(recipe: Recipe) -> Path:
     """Export the run's best (or last) weights to RUN/export.
 
     Raises:
@@ -31,16 +31,18 @@ def export_run(recipe: Recipe, native_window: bool | None = None) -> Path:
     """
     source, step = _source(recipe)
     policy = recipe.eval.policies[recipe.eval.select]
-    native = recipe.export.native_window if native_window is None else native_window
+    native = recipe.export.native_window
+    if native:
+        check_native_window(load_config(str(source)).model_type, policy)
     final, draft = recipe.run_dir / "export", recipe.run_dir / ".export"
     shutil.rmtree(draft, ignore_errors=True)
     # Loaded in the export's dtype, not converted: `model.to` would round the rotary frequencies too.
     model = load_model(str(source), None, recipe.export.dtype)
     if native:
         policy = write_native_window(model.config, policy)
-    with quiet():
+    with rundir.writing(final, draft), quiet():
         model.save_pretrained(draft)
-    load_tokenizer(recipe.target.model, recipe.target.revision).save_pretrained(draft)
+        load_tokenizer(recipe.target.model, recipe.target.revision).save_pretrained(draft)
     verify(model, draft, native)
     card = _facts(recipe, step, policy, native, model.config)
     (draft / "draft_cache.json").write_text(json.dumps(cache_facts(policy, recipe), indent=1, ensure_ascii=False))

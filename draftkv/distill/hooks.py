@@ -4,12 +4,14 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils import gather_object
 
 from draftkv.acceptance.replay import evaluate
@@ -17,6 +19,7 @@ from draftkv.acceptance.score import append_jsonl, read_acceptance
 from draftkv.cli import progress, say
 from draftkv.models import quiet
 from draftkv.recipe import Recipe
+from draftkv.rundir import writing
 
 
 class Evaluation:
@@ -81,9 +84,9 @@ def save_weights(accelerator: Accelerator, model: torch.nn.Module, path: Path, s
     if accelerator.is_main_process:
         draft = path.with_name(f".{path.name}")
         shutil.rmtree(draft, ignore_errors=True)
-        with quiet():
+        with writing(path, draft), quiet():
             model.save_pretrained(draft)
-        (draft / "step.json").write_text(json.dumps({"step": step}))
+            (draft / "step.json").write_text(json.dumps({"step": step}))
         shutil.rmtree(path, ignore_errors=True)
         draft.rename(path)
     accelerator.wait_for_everyone()
@@ -91,50 +94,55 @@ def save_weights(accelerator: Accelerator, model: torch.nn.Module, path: Path, s
 
 class Trackers:
     """`metrics.jsonl` always; wandb, trackio or tensorboard when asked for. A tracker that is missing, offline or that
-    fails is announced once and never stops a run."""
+    fails is announced once and left out; the others and the run go on."""
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator):
         self.path = recipe.run_dir / "metrics.jsonl"
-        self.accelerator, self.active = accelerator, False
-        if not recipe.trackers:
+        self.is_main = accelerator.is_main_process
+        self.active: dict[str, GeneralTracker] = {}
+        if self.is_main:
+            for name in dict.fromkeys(recipe.trackers):
+                self._start(name, recipe)
+
+    def _start(self, name: str, recipe: Recipe) -> None:
+        if importlib.util.find_spec(name) is None:
+            say(f"tracker {name} is not installed (pip install 'draftkv[{name}]'); the run goes on without it")
             return
         os.environ.setdefault("WANDB_SILENT", "true")
         if not os.environ.get("WANDB_API_KEY") and not (Path.home() / ".netrc").is_file():
             os.environ.setdefault("WANDB_MODE", "offline")
-        try:
-            accelerator.init_trackers(recipe.name, config={"recipe": recipe.as_yaml()})
-            self.active = True
-        except Exception as error:  # whatever a tracker raises, the run goes on
-            say(f"trackers are off: {type(error).__name__}: {error}")
+        kind = LOGGER_TYPE_TO_CLASS[name]
+        folder = str(recipe.run_dir)
+        place = {"wandb": {"dir": folder}}.get(name, {})
+        with self._spared(name):
+            tracker = kind(recipe.name, *([folder] if kind.requires_logging_directory else []), **place)
+            tracker.start()
+            self.active[name] = tracker
+            tracker.store_init_configuration({"recipe": recipe.as_yaml()})
 
-    @staticmethod
-    def available(recipe: Recipe) -> list[str]:
-        """The trackers of the recipe whose package is installed; the others are named and left out."""
-        found = [name for name in recipe.trackers if importlib.util.find_spec(name)]
-        for name in set(recipe.trackers) - set(found):
-            say(f"tracker {name} is not installed (pip install 'draftkv[{name}]'); the run goes on without it")
-        return found
+    @contextmanager
+    def _spared(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a tracker raises
+            reason = " ".join(str(error).split())[:200]
+            say(f"tracker {name} is off: {type(error).__name__}: {reason}")
+            self.active.pop(name, None)
 
     def step(self, record: dict[str, Any]) -> None:
-        if self.accelerator.is_main_process:
+        if self.is_main:
             append_jsonl(self.path, record)
             self.log({k: v for k, v in record.items() if k != "step" and v is not None}, record["step"])
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        if not self.active:
-            return
-        try:
-            self.accelerator.log(values, step=step)
-        except Exception as error:
-            say(f"trackers are off: {type(error).__name__}: {error}")
-            self.active = False
+        for name, tracker in list(self.active.items()):
+            with self._spared(name):
+                tracker.log(values, step=step)
 
     def close(self) -> None:
-        if self.active:
-            try:
-                self.accelerator.end_training()
-            except Exception as error:
-                say(f"trackers did not close: {type(error).__name__}: {error}")
+        for name, tracker in list(self.active.items()):
+            with self._spared(name):
+                tracker.finish()
 
 
 def _flat(records: list[dict[str, Any]]) -> dict[str, float]:

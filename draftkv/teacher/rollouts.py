@@ -27,6 +27,7 @@ from draftkv import cli, models
 from draftkv.embedded import lock
 from draftkv.errors import InputError
 from draftkv.recipe import Recipe
+from draftkv.rundir import writing
 from draftkv.teacher.engine import Engine, Request, Response, batches, repeated_share, row_seed, stop_ids
 from draftkv.teacher.prompts import Prompt, PromptSet, load_prompts, next_turn, too_long
 
@@ -80,13 +81,24 @@ class Job:
     temperature: float
 
 
-def ensure_rollouts(recipe: Recipe, split: Split, progress: bool = True) -> Rollouts:
+def plan_rollouts(recipe: Recipe) -> dict[Split, "_Plan"]:
+    """Check the models and read the prompts of both splits, without any weights: what is wrong with the held-out
+    prompts must not show hours later, when the training rollouts are written.
+
+    Raises:
+        InputError: bad prompts or models.
+    """
+    return {"train": _Plan(recipe, "train"), "eval": _Plan(recipe, "eval")}
+
+
+def ensure_rollouts(recipe: Recipe, split: Split, progress: bool = True, plan: "_Plan | None" = None) -> Rollouts:
     """Write what is missing of a split's rollouts and return them; a finished store is only read.
 
     Raises:
         InputError: bad prompts or models (before any weights are loaded), or a store that is damaged.
+        RunError: a batch could not be written (a full disk); the batches before it are kept.
     """
-    plan = _Plan(recipe, split)
+    plan = plan or _Plan(recipe, split)
     plan.folder.mkdir(parents=True, exist_ok=True)
     with lock(plan.folder / ".lock"):
         if not _is_finished(plan):
@@ -295,10 +307,11 @@ def write_shard(folder: Path, index: int, key: str, rows: list[dict[str, Any]], 
     """Write one batch beside its place and rename it."""
     place = shard_folder(folder, index)
     beside = place.with_suffix(".tmp")
-    Dataset.from_list(rows, features=FEATURES).save_to_disk(beside)
-    hashes = {f.name: models.file_hash(f) for f in sorted(beside.glob("*.arrow"))}
-    about = {"key": key, "index": index, "rows": len(rows), "seconds": seconds, "files": hashes}
-    (beside / "shard.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    with writing(place, beside):
+        Dataset.from_list(rows, features=FEATURES).save_to_disk(beside)
+        hashes = {f.name: models.file_hash(f) for f in sorted(beside.glob("*.arrow"))}
+        about = {"key": key, "index": index, "rows": len(rows), "seconds": seconds, "files": hashes}
+        (beside / "shard.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     os.rename(beside, place)
 
 

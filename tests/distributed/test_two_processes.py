@@ -4,14 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers import ROOT, finish, write_recipe
 from safetensors.torch import load_file
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "resume"))
-from test_resume import finish, write_recipe  # noqa: E402
 
 
 def test_two_processes_equal_one(tmp_path):

@@ -1,61 +1,16 @@
 """Runs that die: killed, asked to stop, started twice, started with another recipe."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import yaml
+from helpers import ROOT, STEPS, call, finish, start, wait_for_steps, write_recipe
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[2]
-STEPS = 20
-
-
-def write_recipe(folder: Path, **train) -> Path:
-    prompts = folder / "prompts.jsonl"
-    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
-    lines = [{"text": " ".join(words[(i * j) % 10] for j in range(1, 24)), "row_id": f"p{i}"} for i in range(8)]
-    prompts.write_text("\n".join(map(json.dumps, lines)))
-    plain = {
-        "name": "run", "output": str(folder / "runs"), "target": {"model": "rehearsal:llama"},
-        "drafter": {"model": "rehearsal:llama@1"},
-        "prompts": {"train": {"source": str(prompts)}, "eval": {"source": str(prompts), "limit": 2},
-                    "max_prompt_tokens": 200},
-        "rollouts": {"max_new_tokens": 16, "eval_temperatures": [0.0], "dtype": "float32"},
-        "views": ["full", {"policy": "swa", "budget": [6, 12]}],
-        "train": {"steps": STEPS, "rows": 4, "lr": 1e-3, "precision": "no", "checkpoint_every": 7, **train},
-        "eval": {"policies": ["full", {"policy": "swa", "budget": 8}], "every": 10, "precision": "no"},
-        "export": {"dtype": "float32", "checkpoint": "last"},
-    }  # fmt: skip
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(plain))
-    return path
-
-
-def start(recipe: Path, *overrides: str) -> subprocess.Popen:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(ROOT / "train" / "distill.py"), str(recipe), *overrides]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(recipe: Path, *overrides: str) -> tuple[int, str, str]:
-    process = start(recipe, *overrides)
-    out, err = process.communicate(timeout=180)
-    return process.returncode, out, err
-
-
-def wait_for_steps(run: Path, count: int, process: subprocess.Popen) -> None:
-    metrics = run / "metrics.jsonl"
-    until = time.monotonic() + 120
-    while not metrics.is_file() or metrics.read_text().count("\n") < count:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until, "the run makes no steps"
-        time.sleep(0.005)
+from draftkv.rundir import lock
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +85,12 @@ def test_a_half_written_checkpoint_is_ignored(tmp_path, undisturbed):
     same_end(run, undisturbed)
 
 
-def test_two_runs_in_one_folder(tmp_path):
-    recipe, run = write_recipe(tmp_path), tmp_path / "runs" / "run"
-    first = start(recipe)
-    wait_for_steps(run, 1, first)
-    code, _, err = finish(recipe)
-    assert code == 1 and "another run" in err and "Traceback" not in err
-    first.kill()
-    first.communicate()
+def test_two_runs_in_one_folder(tmp_path, capsys):
+    recipe = write_recipe(tmp_path)
+    with lock(tmp_path / "runs" / "run"):
+        assert call("train/distill.py", recipe) == 1
+    err = capsys.readouterr().err
+    assert "another run (process" in err and len(err.splitlines()) == 1
 
 
 def test_export_is_complete_and_loads_anywhere(undisturbed):
