@@ -123,7 +123,7 @@ def _read(path: Path) -> SweepFile:
         raise InputError(f"{path}: no such sweep file; see recipes/sweeps/ for examples")
     try:
         plain = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(plain, dict):
         raise InputError(f"{path}: a sweep file is a mapping with name, base, and grid or points")

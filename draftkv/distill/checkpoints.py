@@ -5,6 +5,7 @@ written last, so a folder with it under its final name is complete.
 """
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from draftkv.errors import RunError
 from draftkv.rundir import writing
 
 STATE = "state.json"
+# It warns at every checkpoint that a tied head is stored once, which is what a tied head is for.
+logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 
 
 def folder(run_dir: Path) -> Path:

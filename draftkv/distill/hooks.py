@@ -112,10 +112,10 @@ class Trackers:
         if not os.environ.get("WANDB_API_KEY") and not (Path.home() / ".netrc").is_file():
             os.environ.setdefault("WANDB_MODE", "offline")
         kind = LOGGER_TYPE_TO_CLASS[name]
-        folder = str(recipe.run_dir)
-        place = {"wandb": {"dir": folder}}.get(name, {})
+        folder = [str(recipe.run_dir / name)] if kind.requires_logging_directory else []
+        place = {"dir": str(recipe.run_dir)} if name == "wandb" else {}
         with self._spared(name):
-            tracker = kind(recipe.name, *([folder] if kind.requires_logging_directory else []), **place)
+            tracker = kind(recipe.name, *folder, **place)
             tracker.start()
             self.active[name] = tracker
             tracker.store_init_configuration({"recipe": recipe.as_yaml()})
