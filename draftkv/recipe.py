@@ -94,7 +94,8 @@ class View(Section):
 
     also_holds: ClassVar[tuple[type[BaseModel], ...]] = (Policy,)
 
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(1.0, gt=0, description="share of the draws, where a row takes fewer views than there are")
+    loss_weight: float = Field(1.0, gt=0, description="factor on the loss of rows under this view")
     budget: list[int] | int | float | None = None
     rho: list[float] | float | None = None
     parts: dict[str, Any] = Field(default_factory=dict, description="the other keys of a policy")
@@ -105,7 +106,7 @@ class View(Section):
         if isinstance(value, str):
             value = {"policy": value}
         if isinstance(value, dict) and "parts" not in value:
-            own = {k: v for k, v in value.items() if k in ("weight", "budget", "rho")}
+            own = {k: v for k, v in value.items() if k in ("weight", "loss_weight", "budget", "rho")}
             return {**own, "parts": {k: v for k, v in value.items() if k not in own}}
         return value
 

@@ -57,6 +57,10 @@ stage() {
     times+="$(printf '\n  %-10s %5d s' "$name" $((SECONDS - start)))"
 }
 
+# Buffers of a step are large and come again: keep them instead of returning them to the kernel (glibc; measured on two
+# cores: a training row in 5.0 s instead of 6.0 s).
+export MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456
+
 # Given in full, so that a configuration of accelerate on this machine cannot change the quickstart.
 accelerate=("$PY" -m accelerate.commands.launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no
     --dynamo_backend no --num_cpu_threads_per_process "${OMP_NUM_THREADS:-$(getconf _NPROCESSORS_ONLN)}")

@@ -56,6 +56,7 @@ def distill_loss(
     lengths: Sequence[int],
     chunk: int = 1024,
     vocab: int | None = None,
+    row_weights: Tensor | None = None,
 ) -> HeadLoss:
     """Weighted sum of terms, summed over rows, equal in value and gradient to `losses.reference_loss`.
 
@@ -67,6 +68,7 @@ def distill_loss(
         lengths: rows of each sequence, in order; their sum is N. Whole sequences only.
         chunk: most rows of logits to hold at once; see `chunk_rows`.
         vocab: ids shared by target and drafter; None: all rows of `weight`. Rows past it get zero gradient.
+        row_weights: [N] factor on each row's part of the total (metrics stay unweighted); None: 1.
 
     Returns:
         The total, differentiable once with respect to `hidden` and `weight` where grad mode is on, and the metrics.
@@ -80,7 +82,7 @@ def distill_loss(
     if not 0 < vocab <= weight.shape[0]:
         raise ValueError(f"vocab = {vocab}: the drafter's head has {weight.shape[0]} rows")
     signal.check(vocab)
-    work = _Pass(tuple(terms), signal, tuple(lengths), chunk_rows(chunk, vocab), vocab)
+    work = _Pass(tuple(terms), signal, tuple(lengths), chunk_rows(chunk, vocab), vocab, row_weights=row_weights)
     # Autocast would make the logits bf16; see signals.head_logits.
     with torch.autocast(hidden.device.type, enabled=False):
         work.couple(hidden.detach(), weight.detach())
@@ -125,6 +127,7 @@ class _Pass:
     step: int
     vocab: int
     coupling: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # term index -> tensors [N]
+    row_weights: Tensor | None = None
     rows: dict[str, Tensor] = field(default_factory=dict)  # metric -> per-row values [N]
 
     def spans(self) -> list[tuple[int, int]]:
@@ -165,6 +168,8 @@ class _Pass:
         head = weight[: self.vocab]
         for start, stop in self.spans():
             grad_logits = self._chunk(hidden, head, start, stop, want_hidden or want_weight)
+            if grad_logits is not None and self.row_weights is not None:
+                grad_logits.mul_(self.row_weights[start:stop, None])
             if grad_hidden is not None:
                 for a, b in fp32_slices(head):
                     grad_hidden[start:stop].addmm_(grad_logits[:, a:b], head[a:b].float())
@@ -172,8 +177,11 @@ class _Pass:
                 grad_weight[: self.vocab].addmm_(grad_logits.t(), hidden[start:stop].float())
             del grad_logits  # or it would live beside the next chunk's buffers
         labelled = zip(term_labels(self.terms), self.terms, strict=True)
-        total = sum(term.weight * self.rows[label].sum() for label, term in labelled)
+        total = sum(term.weight * self._weighted(self.rows[label]).sum() for label, term in labelled)
         return total, grad_hidden, grad_weight
+
+    def _weighted(self, rows: Tensor) -> Tensor:
+        return rows if self.row_weights is None else rows * self.row_weights
 
     def _chunk(self, hidden: Tensor, head: Tensor, start: int, stop: int, want: bool) -> Tensor | None:
         """Per-row values of one chunk into `rows`; the gradient [n, V] of its logits where it is wanted."""

@@ -107,7 +107,7 @@ class Trainer:
         lr = learning_rate(self.recipe.train, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        sums = self._accumulate(items, supervised)
+        sums = self._accumulate(items, sum(item.weight for item in items))
         norm = self.accelerator.clip_grad_norm_(self.student.parameters(), self.recipe.train.clip)
         finite = math.isfinite(float(norm)) and math.isfinite(sums["loss"])
         if finite:
@@ -123,9 +123,9 @@ class Trainer:
         self.log({k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in record.items()})
         return f"loss {sums['loss']:.4f}  alpha {means.get('alpha', 0):.3f}  lr {lr:.1e}"
 
-    def _accumulate(self, items: list[Item], supervised: int) -> dict[str, float]:
+    def _accumulate(self, items: list[Item], denominator: float) -> dict[str, float]:
         """Forward and backward of every pass of this process. Gradients and the returned `loss` are those of the sum
-        over all rows of all processes divided by their number, however rows fall into passes and processes."""
+        over all rows of all processes divided by `denominator`, however rows fall into passes and processes."""
         accelerator = self.accelerator
         world = accelerator.num_processes
         passes = self.schedule.micro_batches(items, accelerator.process_index, world)
@@ -136,8 +136,8 @@ class Trainer:
             with accelerator.no_sync(self.student) if i + 1 < len(passes) else nullcontext():
                 result = self._forward(micro)
                 # DDP averages gradients over processes; the sum is wanted.
-                accelerator.backward(result.total * (weight * world / max(1, supervised)))
-            found = {**result.metrics, "loss": result.total.detach() / max(1, supervised)}
+                accelerator.backward(result.total * (weight * world / denominator))
+            found = {**result.metrics, "loss": result.total.detach() / denominator}
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + weight * value.double()
         names = sorted(sums)
@@ -146,9 +146,10 @@ class Trainer:
 
     def _forward(self, items: list[Item]) -> Any:
         batch, owners = build_batch(items, self.shared)
-        rows, lengths = supervised_rows(batch, owners)
+        rows, lengths, weights = supervised_rows(batch, owners)
         device = self.accelerator.device
-        return self.student(batch.to(device), rows.to(device), self.teacher.signal(items, owners), lengths)
+        signal = self.teacher.signal(items, owners)
+        return self.student(batch.to(device), rows.to(device), signal, lengths, weights.to(device))
 
     def _count(self, items: list[Item], supervised: int, finite: bool) -> None:
         progress = self.progress

@@ -188,13 +188,15 @@ def agreement(logits: Tensor, teacher: Dense | TopK) -> Tensor:
 
 
 def reference_loss(
-    terms: Sequence[LossTerm], logits: Tensor, signal: Signal, lengths: Sequence[int], vocab: int | None = None
+    terms: Sequence[LossTerm], logits: Tensor, signal: Signal, lengths: Sequence[int], vocab: int | None = None,
+    row_weights: Tensor | None = None,
 ) -> HeadLoss:
     """Weighted sum of terms over drafter logits [N, V], by plain autograd. Holds everything: for tests and small input.
 
     Args:
         lengths: rows of each sequence, in order; their sum is N. Zero is allowed.
         vocab: ids shared by target and drafter; None: all columns of `logits`.
+        row_weights: [N] factor on each row's part of the total (metrics stay unweighted); None: 1.
     """
     check_lengths(lengths, logits.shape[0], signal)
     vocab = logits.shape[1] if vocab is None else vocab
@@ -204,7 +206,7 @@ def reference_loss(
     for label, term in zip(term_labels(terms), terms, strict=True):
         log_q = drafter_log_probs(logits, teacher, term.temperature)
         rows = term_rows(term, target_log_probs(teacher, term.temperature), log_q, lengths)
-        total = total + term.weight * rows.sum()
+        total = total + term.weight * (rows if row_weights is None else rows * row_weights).sum()
         metrics[label] = rows.detach().sum()
     log_p = target_log_probs(teacher, teacher.temperature)
     log_q = drafter_log_probs(logits.detach(), teacher, teacher.temperature)

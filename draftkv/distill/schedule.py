@@ -20,11 +20,17 @@ class Item:
 
     row: dict[str, Any]
     views: tuple[Policy, ...]
+    weights: tuple[float, ...]  # factor on the loss of each view's rows
 
     @property
     def supervised(self) -> int:
         """Rows with a loss. The first response token comes from the target's prefill: no draft, no loss."""
         return len(self.views) * (len(self.row["response_ids"]) - 1)
+
+    @property
+    def weight(self) -> float:
+        """Supervised rows, each counted with its view's factor: what the loss is normalised by."""
+        return sum(self.weights) * (len(self.row["response_ids"]) - 1)
 
     @property
     def fed(self) -> int:
@@ -41,17 +47,21 @@ def learning_rate(train: Train, step: int) -> float:
     return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def draw_views(views: Sequence[View], count: int, seed: int, step: int, row: str) -> tuple[Policy, ...]:
-    """`count` policies for one row: weighted draws from the list without replacement, again from the whole list when
-    it is used up. So as many draws as views gives every view once, and weights decide when there are fewer."""
+def draw_views(
+    views: Sequence[View], count: int, seed: int, step: int, row: str
+) -> tuple[tuple[Policy, ...], tuple[float, ...]]:
+    """`count` policies for one row and their loss weights: weighted draws without replacement, from all views again
+    when none is left. As many draws as views give every view once; weights decide when there are fewer."""
     rng = random.Random(f"views/{seed}/{step}/{row}")
     drawn: list[Policy] = []
+    weights: list[float] = []
     left: list[View] = []
     for _ in range(count):
         left = left or list(views)
         view = left.pop(rng.choices(range(len(left)), [v.weight for v in left])[0])
         drawn.append(view.draw(rng))
-    return tuple(drawn)
+        weights.append(view.loss_weight)
+    return tuple(drawn), tuple(weights)
 
 
 class Schedule:
@@ -66,12 +76,12 @@ class Schedule:
         places = range(step * train.rows, (step + 1) * train.rows)
         chosen = [self._epoch(place // total)[place % total] for place in places]
         items = [
-            Item(self.rows[index], self._views(step, f"{place}/{self.rows[index]['row_id']}"))
+            Item(self.rows[index], *self._views(step, f"{place}/{self.rows[index]['row_id']}"))
             for place, index in enumerate(chosen)
         ]
         return sorted(items, key=lambda item: -item.fed)
 
-    def _views(self, step: int, row: str) -> tuple[Policy, ...]:
+    def _views(self, step: int, row: str) -> tuple[tuple[Policy, ...], tuple[float, ...]]:
         return draw_views(self.recipe.views, self.recipe.train.views_per_row, self.recipe.seed, step, row)
 
     def _epoch(self, epoch: int) -> list[int]:

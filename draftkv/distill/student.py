@@ -14,19 +14,20 @@ from draftkv.recipe import LossTerm
 from draftkv.teacher.signals import Hidden
 
 
-def build_batch(items: Sequence[Item], shared: bool) -> tuple[Batch, list[tuple[int, int]]]:
+def build_batch(items: Sequence[Item], shared: bool) -> tuple[Batch, list[tuple[int, int, float]]]:
     """Lay out items; views that cannot share a prompt pass get rows of their own.
 
     Returns:
-        The batch, and for each segment in order (batch row, index of its item).
+        The batch, and for each segment in order (batch row, index of its item, loss weight).
     """
     prompts, responses, views, owners = [], [], [], []
     for index, item in enumerate(items):
+        weight = dict(zip(item.views, item.weights, strict=True))
         for group in passes(item.views, len(item.row["prompt_ids"]), shared):
             prompts.append(item.row["prompt_ids"])
             responses.append(item.row["response_ids"])
             views.append(group)
-            owners += [(len(prompts) - 1, index)] * len(group)
+            owners += [(len(prompts) - 1, index, weight[policy]) for policy in group]
     return lay_out(prompts, responses, views), owners
 
 
@@ -43,31 +44,33 @@ class Student(nn.Module):
         self.model, self.terms, self.vocab, self.chunk = model, list(terms), vocab, chunk
         self.shared = shares_prompt(model.config)
 
-    def forward(self, batch: Batch, rows: Tensor, signal: Hidden, lengths: list[int]) -> HeadLoss:
+    def forward(self, batch: Batch, rows: Tensor, signal: Hidden, lengths: list[int], weights: Tensor) -> HeadLoss:
         """Loss of one pass, summed over supervised rows.
 
         Args:
             rows: [N, 2] (batch row, sequence index) of supervised rows, segment by segment.
             signal: the target at the same rows.
             lengths: supervised rows of each segment.
+            weights: [N] factor on each row's loss.
         """
         hidden = self.model.get_decoder()(
             batch.input_ids, position_ids=batch.position_ids, cache_view=batch.view, use_cache=False
         ).last_hidden_state
         hidden = hidden[rows[:, 0], rows[:, 1]]
         weight = self.model.get_output_embeddings().weight
-        return distill_loss(self.terms, hidden, weight, signal, lengths, self.chunk, self.vocab)
+        return distill_loss(self.terms, hidden, weight, signal, lengths, self.chunk, self.vocab, weights)
 
 
-def supervised_rows(batch: Batch, owners: Sequence[tuple[int, int]]) -> tuple[Tensor, list[int]]:
-    """[N, 2] (batch row, sequence index) of every segment's rows, and the rows of each segment.
+def supervised_rows(batch: Batch, owners: Sequence[tuple[int, int, float]]) -> tuple[Tensor, list[int], Tensor]:
+    """[N, 2] (batch row, sequence index) of every segment's rows, the rows of each segment, [N] loss weights.
 
     Row t of a segment predicts response token t + 1; the token before it comes from a prompt row and is never drafted.
     """
     segments = [(i, s) for i, row in enumerate(batch.view.rows) for s in row.segments]
-    assert len(segments) == len(owners)
     index = [(i, t) for i, s in segments for t in range(s.start, s.stop)]
-    return torch.tensor(index).view(-1, 2), [s.stop - s.start for _, s in segments]
+    lengths = [s.stop - s.start for _, s in segments]
+    weights = [w for size, (_, _, w) in zip(lengths, owners, strict=True) for _ in range(size)]
+    return torch.tensor(index).view(-1, 2), lengths, torch.tensor(weights)
 
 
 class Teacher:
@@ -84,7 +87,7 @@ class Teacher:
         out = self.model.get_decoder()(ids, use_cache=False).last_hidden_state[0]
         return out[len(row["prompt_ids"]) :]
 
-    def signal(self, items: Sequence[Item], owners: Sequence[tuple[int, int]]) -> Hidden:
+    def signal(self, items: Sequence[Item], owners: Sequence[tuple[int, int, float]]) -> Hidden:
         """The signal for a pass: every view of a row is taught by the same full-cache target."""
         once = [self.hidden(item.row) for item in items]
-        return Hidden(torch.cat([once[index] for _, index in owners]), self.model.get_output_embeddings().weight)
+        return Hidden(torch.cat([once[index] for _, index, _ in owners]), self.model.get_output_embeddings().weight)

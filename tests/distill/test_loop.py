@@ -63,7 +63,7 @@ def trainer(settings, data=None, log=None, drafter_seed=1):
 def gradients(settings):
     made = trainer(settings)
     items = made.schedule.items(0)
-    sums = made._accumulate(items, sum(i.supervised for i in items))
+    sums = made._accumulate(items, sum(i.weight for i in items))
     return sums, [p.grad.clone() for p in made.student.parameters()]
 
 
