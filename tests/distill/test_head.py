@@ -60,6 +60,17 @@ def test_chunked_equals_reference(name, kind, chunk):
     assert_same(got, want)
 
 
+@pytest.mark.parametrize("name", ["forward_kl", "lk_hybrid", "weighted"])
+def test_row_weights_scale_loss_and_gradient_but_not_metrics(name):
+    terms, (hidden, weight, teacher) = TERMS[name], inputs()
+    scale = torch.linspace(0, 3, ROWS)
+    want = with_gradients(lambda h, w: reference_loss(terms, h @ w.t(), teacher, LENGTHS, None, scale), hidden, weight)
+    got = with_gradients(lambda h, w: distill_loss(terms, h, w, teacher, LENGTHS, 4, None, scale), hidden, weight)
+    assert_same(got, want)
+    plain = distill_loss(terms, hidden, weight, teacher, LENGTHS, 4)
+    assert plain.metrics["alpha"] == got[0].metrics["alpha"] and plain.total != got[0].total
+
+
 def test_terms_at_several_temperatures():
     terms = [LossTerm(name=name, temperature=t, k=3) for name, t in
              [("tv", 2.0), ("lk_hybrid", 0.5), ("forward_kl", 1.0), ("expected_al", 2.0), ("lk_hybrid", 2.0)]]
