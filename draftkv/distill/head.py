@@ -32,6 +32,7 @@ from draftkv.distill.losses import (
     expected_al,
     hybrid_share,
     lk_hybrid,
+    row_factors,
     separable_rows,
     target_log_probs,
     term_labels,
@@ -56,7 +57,7 @@ def distill_loss(
     lengths: Sequence[int],
     chunk: int = 1024,
     vocab: int | None = None,
-    row_weights: Tensor | None = None,
+    weights: Sequence[float] | None = None,
 ) -> HeadLoss:
     """Weighted sum of terms, summed over rows, equal in value and gradient to `losses.reference_loss`.
 
@@ -68,7 +69,7 @@ def distill_loss(
         lengths: rows of each sequence, in order; their sum is N. Whole sequences only.
         chunk: most rows of logits to hold at once; see `chunk_rows`.
         vocab: ids shared by target and drafter; None: all rows of `weight`. Rows past it get zero gradient.
-        row_weights: [N] factor on each row's part of the total (metrics stay unweighted); None: 1.
+        weights: factor on each sequence's part of the total, one per entry of `lengths` (metrics stay unweighted).
 
     Returns:
         The total, differentiable once with respect to `hidden` and `weight` where grad mode is on, and the metrics.
@@ -82,7 +83,8 @@ def distill_loss(
     if not 0 < vocab <= weight.shape[0]:
         raise ValueError(f"vocab = {vocab}: the drafter's head has {weight.shape[0]} rows")
     signal.check(vocab)
-    work = _Pass(tuple(terms), signal, tuple(lengths), chunk_rows(chunk, vocab), vocab, row_weights=row_weights)
+    factors = row_factors(weights, lengths, hidden)
+    work = _Pass(tuple(terms), signal, tuple(lengths), chunk_rows(chunk, vocab), vocab, factors)
     # Autocast would make the logits bf16; see signals.head_logits.
     with torch.autocast(hidden.device.type, enabled=False):
         work.couple(hidden.detach(), weight.detach())
@@ -126,8 +128,8 @@ class _Pass:
     lengths: tuple[int, ...]
     step: int
     vocab: int
+    factors: Tensor | None  # [N] weight of each row
     coupling: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # term index -> tensors [N]
-    row_weights: Tensor | None = None
     rows: dict[str, Tensor] = field(default_factory=dict)  # metric -> per-row values [N]
 
     def spans(self) -> list[tuple[int, int]]:
@@ -168,8 +170,8 @@ class _Pass:
         head = weight[: self.vocab]
         for start, stop in self.spans():
             grad_logits = self._chunk(hidden, head, start, stop, want_hidden or want_weight)
-            if grad_logits is not None and self.row_weights is not None:
-                grad_logits.mul_(self.row_weights[start:stop, None])
+            if grad_logits is not None and self.factors is not None:
+                grad_logits.mul_(self.factors[start:stop, None])
             if grad_hidden is not None:
                 for a, b in fp32_slices(head):
                     grad_hidden[start:stop].addmm_(grad_logits[:, a:b], head[a:b].float())
@@ -181,7 +183,7 @@ class _Pass:
         return total, grad_hidden, grad_weight
 
     def _weighted(self, rows: Tensor) -> Tensor:
-        return rows if self.row_weights is None else rows * self.row_weights
+        return rows if self.factors is None else rows * self.factors
 
     def _chunk(self, hidden: Tensor, head: Tensor, start: int, stop: int, want: bool) -> Tensor | None:
         """Per-row values of one chunk into `rows`; the gradient [n, V] of its logits where it is wanted."""

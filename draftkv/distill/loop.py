@@ -146,10 +146,10 @@ class Trainer:
 
     def _forward(self, items: list[Item]) -> Any:
         batch, owners = build_batch(items, self.shared)
-        rows, lengths, weights = supervised_rows(batch, owners)
+        rows, lengths = supervised_rows(batch)
         device = self.accelerator.device
         signal = self.teacher.signal(items, owners)
-        return self.student(batch.to(device), rows.to(device), signal, lengths, weights.to(device))
+        return self.student(batch.to(device), rows.to(device), signal, lengths, [weight for *_, weight in owners])
 
     def _count(self, items: list[Item], supervised: int, finite: bool) -> None:
         progress = self.progress

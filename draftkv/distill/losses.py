@@ -187,26 +187,36 @@ def agreement(logits: Tensor, teacher: Dense | TopK) -> Tensor:
     return (logits.argmax(-1) == best).float()
 
 
+def row_factors(weights: Sequence[float] | None, lengths: Sequence[int], like: Tensor) -> Tensor | None:
+    """[N] the weight of every row, from one weight per sequence; None stays None. Rows of a sequence share theirs, so
+    terms that couple rows stay exact."""
+    if weights is None:
+        return None
+    per_sequence = torch.tensor(weights, dtype=torch.float32, device=like.device)
+    return per_sequence.repeat_interleave(torch.tensor(lengths, device=like.device))
+
+
 def reference_loss(
     terms: Sequence[LossTerm], logits: Tensor, signal: Signal, lengths: Sequence[int], vocab: int | None = None,
-    row_weights: Tensor | None = None,
+    weights: Sequence[float] | None = None,
 ) -> HeadLoss:
     """Weighted sum of terms over drafter logits [N, V], by plain autograd. Holds everything: for tests and small input.
 
     Args:
         lengths: rows of each sequence, in order; their sum is N. Zero is allowed.
         vocab: ids shared by target and drafter; None: all columns of `logits`.
-        row_weights: [N] factor on each row's part of the total (metrics stay unweighted); None: 1.
+        weights: factor on each sequence's part of the total, one per entry of `lengths` (metrics stay unweighted).
     """
     check_lengths(lengths, logits.shape[0], signal)
     vocab = logits.shape[1] if vocab is None else vocab
     signal.check(vocab)
+    factors = row_factors(weights, lengths, logits)
     logits, teacher = logits[:, :vocab].float(), signal.rows(0, len(signal), vocab)
     total, metrics = logits.new_zeros(()), {}
     for label, term in zip(term_labels(terms), terms, strict=True):
         log_q = drafter_log_probs(logits, teacher, term.temperature)
         rows = term_rows(term, target_log_probs(teacher, term.temperature), log_q, lengths)
-        total = total + term.weight * (rows if row_weights is None else rows * row_weights).sum()
+        total = total + term.weight * (rows if factors is None else rows * factors).sum()
         metrics[label] = rows.detach().sum()
     log_p = target_log_probs(teacher, teacher.temperature)
     log_q = drafter_log_probs(logits.detach(), teacher, teacher.temperature)

@@ -44,14 +44,16 @@ class Student(nn.Module):
         self.model, self.terms, self.vocab, self.chunk = model, list(terms), vocab, chunk
         self.shared = shares_prompt(model.config)
 
-    def forward(self, batch: Batch, rows: Tensor, signal: Hidden, lengths: list[int], weights: Tensor) -> HeadLoss:
+    def forward(
+        self, batch: Batch, rows: Tensor, signal: Hidden, lengths: list[int], weights: list[float]
+    ) -> HeadLoss:
         """Loss of one pass, summed over supervised rows.
 
         Args:
             rows: [N, 2] (batch row, sequence index) of supervised rows, segment by segment.
             signal: the target at the same rows.
             lengths: supervised rows of each segment.
-            weights: [N] factor on each row's loss.
+            weights: factor on the loss of each segment.
         """
         hidden = self.model.get_decoder()(
             batch.input_ids, position_ids=batch.position_ids, cache_view=batch.view, use_cache=False
@@ -61,16 +63,14 @@ class Student(nn.Module):
         return distill_loss(self.terms, hidden, weight, signal, lengths, self.chunk, self.vocab, weights)
 
 
-def supervised_rows(batch: Batch, owners: Sequence[tuple[int, int, float]]) -> tuple[Tensor, list[int], Tensor]:
-    """[N, 2] (batch row, sequence index) of every segment's rows, the rows of each segment, [N] loss weights.
+def supervised_rows(batch: Batch) -> tuple[Tensor, list[int]]:
+    """[N, 2] (batch row, sequence index) of every segment's rows, and the rows of each segment.
 
     Row t of a segment predicts response token t + 1; the token before it comes from a prompt row and is never drafted.
     """
     segments = [(i, s) for i, row in enumerate(batch.view.rows) for s in row.segments]
     index = [(i, t) for i, s in segments for t in range(s.start, s.stop)]
-    lengths = [s.stop - s.start for _, s in segments]
-    weights = [w for size, (_, _, w) in zip(lengths, owners, strict=True) for _ in range(size)]
-    return torch.tensor(index).view(-1, 2), lengths, torch.tensor(weights)
+    return torch.tensor(index).view(-1, 2), [s.stop - s.start for _, s in segments]
 
 
 class Teacher:

@@ -61,9 +61,9 @@ def test_chunked_equals_reference(name, kind, chunk):
 
 
 @pytest.mark.parametrize("name", ["forward_kl", "lk_hybrid", "weighted"])
-def test_row_weights_scale_loss_and_gradient_but_not_metrics(name):
+def test_sequence_weights_scale_loss_and_gradient_but_not_metrics(name):
     terms, (hidden, weight, teacher) = TERMS[name], inputs()
-    scale = torch.linspace(0, 3, ROWS)
+    scale = [0.5, 1.0, 0.0, 3.0]
     want = with_gradients(lambda h, w: reference_loss(terms, h @ w.t(), teacher, LENGTHS, None, scale), hidden, weight)
     got = with_gradients(lambda h, w: distill_loss(terms, h, w, teacher, LENGTHS, 4, None, scale), hidden, weight)
     assert_same(got, want)
