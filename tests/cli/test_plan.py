@@ -3,18 +3,17 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers import ROOT, call
 
 from draftkv.plan import drafter_shape, plan, size
 from draftkv.recipe import load_recipe
 from draftkv.rehearsal import rehearse, tiny_model
 from draftkv.shapes import KNOWN, draft_kv_bytes, from_config, shape_of
 
-ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-QUICK = ROOT / "recipes/quickstart.yaml"
+QUICK = ROOT / "tests/cli/example.yaml"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
@@ -26,6 +25,24 @@ def test_every_recipe_has_a_plan(path):
     assert recipe.as_yaml().splitlines()[0] in text and "not known at" not in text
     for title in ("models", "stages", "tokens", "memory", "draft cache", "disk"):
         assert f"== {title}" in text
+
+
+@pytest.mark.parametrize("script", ["data/rollouts.py", "train/distill.py", "train/export.py", "eval/acceptance.py",
+                                    "eval/live.py", "eval/report.py"])  # fmt: skip
+def test_every_command_has_a_plan_of_every_recipe(script, tmp_path, capsys, monkeypatch):
+    """Without weights, network or a trace on the disk."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a plan reads no weights and asks no network")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.chdir(tmp_path)
+    for path in RECIPES:
+        assert call(script, path, "--plan") == 0
+        seen = capsys.readouterr()
+        assert seen.out and not seen.err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_papers_setting_has_the_known_figures():
