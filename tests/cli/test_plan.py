@@ -48,7 +48,7 @@ def test_every_command_has_a_plan_of_every_recipe(script, tmp_path, capsys, monk
 def test_the_papers_setting_has_the_known_figures():
     text = plan(load_recipe(ROOT / "recipes/qwen35_4b.yaml"), processes=8)
     for figure in ("32 KiB a token", "full: 1 GiB (32,768 entries)", "swa B=8192: 256 MiB (8,192 entries, 4x less)",
-                   "32 layers, 8 of them full attention", "32 rows x (32,768 prompt + 2 views x 4,096)",
+                   "32 layers, 8 of them full attention", "32 rows x (32,768 prompt + 1 views x 4,096)",
                    "in 4 forward passes per process", "fit no device", "227 GiB"):
         assert figure in text, figure
 

@@ -86,7 +86,8 @@ def test_an_unknown_architecture_is_refused(model):
 def test_an_architecture_without_a_stand_in_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "opt"}')
     with pytest.raises(InputError, match="is of type opt; a rehearsal has llama, qwen3,"):
-        rehearse(load_recipe(ROOT / "recipes/quickstart.yaml", [f"drafter.model={tmp_path}"]))
+        overrides = [f"target.model={tmp_path}", "drafter.model=rehearsal:llama"]  # such a drafter is refused earlier
+        rehearse(load_recipe(ROOT / "recipes/quickstart.yaml", overrides))
     with pytest.raises(InputError, match="no such tiny model"):
         tiny_config("rehearsal:opt")
 
