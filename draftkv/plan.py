@@ -183,8 +183,11 @@ def _activations(recipe: Recipe, shape: Shape | None) -> float | None:
 
 
 def _head(recipe: Recipe, shape: Shape | None) -> float | None:
-    """Logits of both models, their softmax and the gradient: four fp32 matrices of [head_chunk, vocabulary]."""
-    return None if shape is None or shape.vocab is None else 16.0 * recipe.train.head_chunk * shape.vocab
+    """Logits of both models, their softmax and the gradient: four fp32 matrices of [chunk, vocabulary]."""
+    if shape is None or shape.vocab is None:
+        return None
+    # The head's own rule, repeated here because a plan imports no torch: a chunk's logits stay within 128 MiB.
+    return 4.0 * min(4 * recipe.train.head_chunk * shape.vocab, 128 << 20)
 
 
 def _caches(recipe: Recipe, drafter: Shape | None) -> list[str]:

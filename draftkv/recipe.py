@@ -80,6 +80,7 @@ class Rollouts(Section):
     eval_temperatures: list[float] = Field([0.0, 1.0], description="one held-out response per prompt and temperature")
     batch_size: int = Field(16, ge=1)
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of generation")
+    seed: int = Field(0, description="of sampled responses; its own, so that seeds of training share the rollouts")
 
     @field_validator("train_temperatures", "eval_temperatures")
     @classmethod
@@ -162,7 +163,7 @@ class Train(Section):
     precision: Literal["bf16", "no"] = Field("bf16", description="autocast; master weights are always fp32")
     gradient_checkpointing: bool = False
     trainable: list[str] | None = Field(None, description="regular expressions of parameter names; null: all")
-    head_chunk: int = Field(1024, ge=1, description="rows of the vocabulary head that are held at once")
+    head_chunk: int = Field(1024, ge=1, description="most rows of vocabulary logits held at once (128 MiB at most)")
     checkpoint_every: int = Field(50, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
     max_bad_steps: int = Field(5, ge=1, description="non-finite steps in a row before the run stops")

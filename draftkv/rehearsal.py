@@ -284,7 +284,8 @@ def _view(view: View, scale: float) -> dict[str, Any]:
     parts, least = _parts(view.policy(low), scale)
     if view.rho is not None:
         parts.pop("rho")
-    return {"weight": view.weight, "budget": _budget(view.budget, scale, least), "rho": view.rho, "parts": parts}
+    budget = _budget(view.budget, scale, least)
+    return {"weight": view.weight, "loss_weight": view.loss_weight, "budget": budget, "rho": view.rho, "parts": parts}
 
 
 def _policies(policies: list[Policy], scale: float) -> list[dict[str, Any]]:

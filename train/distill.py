@@ -8,6 +8,7 @@ runs/NAME/. A run that was killed continues where its newest checkpoint is; a fi
 
 import argparse
 import json
+import os
 
 from draftkv import cli
 from draftkv.cli import say
@@ -55,7 +56,6 @@ def main(args: argparse.Namespace) -> None:
 def distill(recipe: Recipe, plans: dict) -> bool:
     """Train on the rollouts of `plans`; False when a signal stopped the run early (its checkpoint is saved)."""
     import torch
-    from accelerate import Accelerator
     from accelerate.utils import set_seed
 
     from draftkv import rundir
@@ -67,11 +67,11 @@ def distill(recipe: Recipe, plans: dict) -> bool:
     from draftkv.models import load_model
     from draftkv.teacher.rollouts import ensure_rollouts, held_out_rows
 
-    accelerator = Accelerator(mixed_precision=recipe.train.precision, project_dir=str(recipe.run_dir))
+    accelerator = start_accelerator(recipe)
     set_seed(recipe.seed)
     with accelerator.main_process_first():
         train_rollouts, eval_rollouts = (ensure_rollouts(recipe, s, plan=plan) for s, plan in plans.items())
-    train_rows = [row for row in train_rollouts.rows() if len(row["response_ids"]) > 1]
+    train_rows = train_rollouts.rows()
     eval_rows = held_out_rows(recipe, eval_rollouts)
     for split, store in (("training", train_rollouts), ("held-out", eval_rollouts)):
         for reason, number in store.counts["skipped"].items():
@@ -100,7 +100,7 @@ def distill(recipe: Recipe, plans: dict) -> bool:
     with cli.progress("train", recipe.train.steps - trainer.progress.step) as advance:
         finished = trainer.run(advance)
     if finished:
-        save_weights(accelerator, evaluate.model, recipe.run_dir / "checkpoints" / "last", recipe.train.steps)
+        save_weights(accelerator, evaluate.model, recipe.run_dir / "checkpoints" / "last", {"step": recipe.train.steps})
     if accelerator.is_main_process:
         rundir.write_provenance(
             recipe, processes=accelerator.num_processes, device=accelerator.device.type,
@@ -110,6 +110,31 @@ def distill(recipe: Recipe, plans: dict) -> bool:
         )  # fmt: skip
     trackers.close()
     return finished
+
+
+def start_accelerator(recipe: Recipe):
+    """One process, or data parallel: what the loop was proven on.
+
+    Raises:
+        InputError: another backend, or accumulation in accelerate's own configuration, which would rescale the loss.
+    """
+    from datetime import timedelta
+
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    # Other processes wait while the first one writes rollouts, which may take hours.
+    many = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    handlers = [InitProcessGroupKwargs(timeout=timedelta(days=1))] if many else []
+    accelerator = Accelerator(
+        mixed_precision=recipe.train.precision, project_dir=str(recipe.run_dir), kwargs_handlers=handlers
+    )
+    kind = accelerator.distributed_type.value
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise InputError(f"accelerate is configured for {kind}; supported: one process, or data parallel (MULTI_GPU)")
+    if accelerator.gradient_accumulation_steps != 1:
+        raise InputError("accelerate's configuration sets gradient_accumulation_steps; set train.rows and "
+                         "train.micro_rows in the recipe instead")  # fmt: skip
+    return accelerator
 
 
 def decay_groups(params: list, weight_decay: float) -> list[dict]:

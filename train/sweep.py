@@ -14,7 +14,7 @@ from draftkv.sweep import check_points, load_sweep, plan_sweep, run_sweep
 
 def main(args: argparse.Namespace) -> None:
     if args.config_file and not Path(args.config_file).is_file():
-        raise InputError(f"--config_file: {args.config_file}: no such file; see launch/accelerate/ for examples")
+        raise InputError(f"--config_file: {args.config_file}: no such file; `accelerate config` writes one")
     launch = ["--config_file", args.config_file] if args.config_file else []
     sweep = load_sweep(args.recipe, args.overrides, rehearse=args.rehearse)  # validates every point
     if args.plan:
@@ -27,5 +27,5 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     arguments = parser(__doc__.splitlines()[0], recipe="SWEEP")
     arguments.add_argument("--rehearse", action="store_true", help="run every point as a dress rehearsal")
-    arguments.add_argument("--config_file", help="configuration of `accelerate launch`, see launch/accelerate/")
+    arguments.add_argument("--config_file", help="configuration of `accelerate launch`")
     run(main, arguments)

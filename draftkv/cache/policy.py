@@ -100,8 +100,10 @@ class Policy(BaseModel):
 
     @model_validator(mode="after")
     def _check_budget(self) -> "Policy":
+        if self.policy == "full" and self.budget is not None:
+            raise ValueError(f"policy 'full' has no budget (given: {self.budget})")
         if self.budget is None:
-            if self.policy not in ("full", "custom"):
+            if self.policy != "full":
                 raise ValueError(f"policy '{self.policy}' needs a budget")
             return self
         if isinstance(self.budget, float) and not 0 < self.budget < 1:

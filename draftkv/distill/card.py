@@ -45,8 +45,8 @@ tags: [speculative-decoding, draft-model, kv-cache-compression]
 ---
 # {recipe.name}
 
-A drafter for `{recipe.target.model}`, distilled under the compressed KV cache it is meant to be served with:
-**{policy.label}**. {recipe.why.strip()}
+A drafter for `{recipe.target.model}`, distilled under compressed KV caches (the views of the recipe below) and chosen
+for **{policy.label}**. {recipe.why.strip()}
 
 ## Acceptance length
 
@@ -54,6 +54,7 @@ A drafter for `{recipe.target.model}`, distilled under the compressed KV cache i
 
 AL: tokens emitted per target forward, bonus included, micro-average over blocks, draft length
 {recipe.eval.draft_length}; 95 % bootstrap intervals over prompts. Retention: AL / full-cache AL of the same weights.
+{_caveats(facts)}
 
 ## Data
 
@@ -80,6 +81,17 @@ def _table(facts: dict[str, Any]) -> str:
         kept = "" if r["retention"] is None else f"{r['retention']:.1%}"
         lines.append(f"| {r['policy']} | {r['temperature']:g} | {_al(old)} | {_al(r)} | {kept} |")
     return "\n".join(lines)
+
+
+def _caveats(facts: dict[str, Any]) -> str:
+    export = facts["recipe"].export
+    said = [f"Measured by replay with fp32 weights; this folder holds them in {export.dtype}."]
+    if export.checkpoint == "best":
+        said.append("The step was chosen by the AL on these same prompts, so the figures lean high.")
+    if facts["native"]:
+        said.append("Measured with prompt rows seeing everything; under the exported native window they do not, and "
+                    "that was not measured.")  # fmt: skip
+    return "\n".join(said)
 
 
 def _al(record: dict[str, Any] | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 from draftkv.acceptance.replay import evaluate
 from draftkv.acceptance.score import append_jsonl, read_acceptance
@@ -34,12 +34,10 @@ class Evaluation:
         self.recipe, self.accelerator, self.model = recipe, accelerator, model
         self.rows, self.trackers = rows, trackers
         self.path = recipe.run_dir / "acceptance.jsonl"
-        self.best: dict[str, Any] = {}
+        self.best: dict[str, Any] = broadcast_object_list([read_step(recipe.run_dir / "checkpoints" / "best")])[0]
 
     def __call__(self, step: int) -> None:
         settings, accelerator = self.recipe.eval, self.accelerator
-        if self._done(step):
-            return
         share = list(self.rows[accelerator.process_index :: accelerator.num_processes])
         with progress(f"evaluate at step {step}", len(share)) as advance:
             records = evaluate(
@@ -48,17 +46,20 @@ class Evaluation:
                 advance=lambda: advance(""),
                 gather=gather_object if accelerator.num_processes > 1 else lambda x: x,
             )  # fmt: skip
+        # Best weights first: a step that has its records is never evaluated again.
+        self._keep_best(step, records)
         if accelerator.is_main_process:
             for record in records:
                 append_jsonl(self.path, {"step": step, "checkpoint": f"step {step}", "split": "held_out", **record})
             self.trackers.log(_flat(records), step)
         self._report(step, records)
-        self._keep_best(step, records)
 
-    def _done(self, step: int) -> bool:
-        """A run that was killed between an evaluation and its checkpoint finds its records written already. The last
-        of them wins when read, so only a resumed step-0 evaluation, which changes nothing, is skipped."""
-        return step == 0 and self.path.is_file() and any(r["step"] == 0 for r in read_acceptance(self.path))
+    def done(self, step: int) -> bool:
+        """Whether an earlier start recorded every policy and temperature of this step. The main process decides for
+        all: the others may not see its files."""
+        expected = len(self.recipe.eval.policies) * len(set(self.recipe.rollouts.eval_temperatures))
+        found = read_acceptance(self.path) if self.accelerator.is_main_process and self.path.is_file() else []
+        return broadcast_object_list([sum(r["step"] == step for r in found) >= expected])[0]
 
     def _report(self, step: int, records: list[dict[str, Any]]) -> None:
         for record in records:
@@ -74,22 +75,28 @@ class Evaluation:
         al = next(r["al"] for r in records if r["policy"] == policy and r["temperature"] == coldest)
         if step == 0 or al is None or al <= self.best.get("al", 0.0):
             return
-        self.best.update(step=step, al=al, policy=policy)
-        save_weights(self.accelerator, self.model, self.recipe.run_dir / "checkpoints" / "best", step)
+        self.best = {"step": step, "al": al, "policy": policy}
+        save_weights(self.accelerator, self.model, self.recipe.run_dir / "checkpoints" / "best", self.best)
 
 
-def save_weights(accelerator: Accelerator, model: torch.nn.Module, path: Path, step: int) -> None:
-    """Save the drafter's weights as a Hugging Face folder, written beside and renamed."""
+def save_weights(accelerator: Accelerator, model: torch.nn.Module, path: Path, facts: dict[str, Any]) -> None:
+    """Save the drafter's weights as a Hugging Face folder with `facts` (the step) in it, written beside and renamed."""
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         draft = path.with_name(f".{path.name}")
         shutil.rmtree(draft, ignore_errors=True)
         with writing(path, draft), quiet():
             model.save_pretrained(draft)
-            (draft / "step.json").write_text(json.dumps({"step": step}))
+            (draft / "step.json").write_text(json.dumps(facts))
         shutil.rmtree(path, ignore_errors=True)
         draft.rename(path)
     accelerator.wait_for_everyone()
+
+
+def read_step(path: Path) -> dict[str, Any]:
+    """The facts that `save_weights` left, or nothing."""
+    file = path / "step.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 class Trackers:

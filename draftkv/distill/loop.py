@@ -70,31 +70,36 @@ class Trainer:
         """Continue from the newest complete checkpoint, if there is one."""
         state = checkpoints.load_newest(self.accelerator, self.recipe.run_dir)
         if state:
-            self.evaluate.best = state.pop("best")
             self.progress = Progress(**state)
         return bool(state)
 
     def run(self, advance: Callable[[str], None] = lambda note: None) -> bool:
         """Train to the last step. Returns False when a signal stopped it (after saving)."""
-        train, eval_every = self.recipe.train, self.recipe.eval.every
-        if self.progress.step == 0:
-            self.evaluate(0)
+        train = self.recipe.train
+        if self._due(self.progress.step) and not self.evaluate.done(self.progress.step):
+            self.evaluate(self.progress.step)
         while self.progress.step < train.steps:
             note = self.step()
             step = self.progress.step
             advance(note)
             last, leaving = step == train.steps, self._asked_to_stop()
             saving = last or leaving or step % train.checkpoint_every == 0
-            if last or step % eval_every == 0 or (saving and not leaving):
-                self.evaluate(step)
+            # Saved first: an evaluation is long, and a scheduler's patience after a signal is not.
             if saving:
                 self.save()
             if leaving and not last:
                 return False
+            if self._due(step):
+                self.evaluate(step)
         return True
 
+    def _due(self, step: int) -> bool:
+        """Whether step `step` is evaluated: every `eval.every`, on every regular checkpoint, first and last."""
+        train = self.recipe.train
+        return step == train.steps or step % self.recipe.eval.every == 0 or step % train.checkpoint_every == 0
+
     def save(self) -> None:
-        state = {**vars(self.progress), "best": self.evaluate.best}
+        state = vars(self.progress).copy()
         step = state.pop("step")
         checkpoints.save(self.accelerator, self.recipe.run_dir, step, state, self.recipe.train.keep_checkpoints)
 

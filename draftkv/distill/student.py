@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from draftkv.cache.architecture import shares_prompt
 from draftkv.cache.parallel import Batch, lay_out, passes
+from draftkv.cache.policy import Policy
 from draftkv.distill.head import HeadLoss, distill_loss
 from draftkv.distill.schedule import Item
 from draftkv.recipe import LossTerm
@@ -22,17 +23,20 @@ def build_batch(items: Sequence[Item], shared: bool) -> tuple[Batch, list[tuple[
     """
     prompts, responses, views, owners = [], [], [], []
     for index, item in enumerate(items):
-        weight = dict(zip(item.views, item.weights, strict=True))
+        # `passes` keeps the order of equal policies, so the n-th time a policy comes up it takes its n-th weight.
+        weights: dict[Policy, list[float]] = {}
+        for policy, weight in zip(item.views, item.weights, strict=True):
+            weights.setdefault(policy, []).append(weight)
         for group in passes(item.views, len(item.row["prompt_ids"]), shared):
             prompts.append(item.row["prompt_ids"])
             responses.append(item.row["response_ids"])
             views.append(group)
-            owners += [(len(prompts) - 1, index, weight[policy]) for policy in group]
+            owners += [(len(prompts) - 1, index, weights[policy].pop(0)) for policy in group]
     return lay_out(prompts, responses, views), owners
 
 
 class Student(nn.Module):
-    """The drafter and its loss. One module, so that wrappers (DDP, FSDP) see a single forward per pass.
+    """The drafter and its loss. One module, so that a wrapper (DDP) sees a single forward per pass.
 
     Args:
         model: the drafter, loaded with attention `draftkv`, fp32 weights.

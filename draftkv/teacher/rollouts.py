@@ -148,7 +148,7 @@ class _Plan:
             # The batch size decides which rows share a shard, and (by float noise) may decide a token.
             "sampling": {
                 "temperatures": self.temperatures, "max_new_tokens": rollouts.max_new_tokens,
-                "batch_size": rollouts.batch_size, "dtype": rollouts.dtype, "seed": self.recipe.seed,
+                "batch_size": rollouts.batch_size, "dtype": rollouts.dtype, "seed": rollouts.seed,
                 "max_prompt_tokens": self.recipe.prompts.max_prompt_tokens,
             },
             "prompts": content_hash([
@@ -204,7 +204,7 @@ def _write_store(plan: _Plan, progress: bool) -> None:
 
 def _write_round(plan: _Plan, jobs: list[Job], first: int, engine: "_LazyEngine", progress: bool) -> list[Dataset]:
     """Write the missing shards of one round and return all of its shards; they are numbered from `first`."""
-    seed, sampling = plan.recipe.seed, plan.recipe.rollouts
+    seed, sampling = plan.recipe.rollouts.seed, plan.recipe.rollouts
     requests = [
         Request(j.prompt.prompt_ids, j.temperature, row_seed(seed, j.prompt.row_id, j.temperature)) for j in jobs
     ]

@@ -40,7 +40,8 @@ def rows(count=16, seed=0):
 
 
 class NoEvaluation:
-    best: dict = {}
+    def done(self, step):
+        return False
 
     def __call__(self, step):
         pass
