@@ -20,6 +20,8 @@ def main(args: argparse.Namespace) -> None:
         for policy in recipe.eval.policies:
             cli.say(f"  {policy.label}")
         return
+    import torch
+
     from draftkv.acceptance.replay import evaluate
     from draftkv.acceptance.score import append_jsonl
     from draftkv.drafter import exported, load_drafter, preflight
@@ -29,12 +31,13 @@ def main(args: argparse.Namespace) -> None:
     name = args.drafter or exported(recipe)
     preflight(recipe, name)
     rows = held_out_rows(recipe, load_rollouts(recipe, "eval"))
-    model, _ = load_drafter(name, None, recipe.target)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, vocab = load_drafter(name, None, recipe.target)
     with cli.progress("replay", len(rows)) as advance:
         records = evaluate(
-            model, rows, settings.policies, settings.draft_length, draft=settings.draft,
+            model.to(device), rows, settings.policies, settings.draft_length, draft=settings.draft,
             bf16=settings.precision == "bf16", bootstrap=settings.bootstrap, seed=recipe.seed,
-            advance=lambda: advance(""),
+            advance=lambda: advance(""), vocab=vocab,
         )  # fmt: skip
     for record in records:
         append_jsonl(

@@ -2,8 +2,10 @@
 
     python eval/live.py RECIPE [key.sub=value ...] [--drafter MODEL] [--prompts N] [--temperature T] [--plan]
 
-At temperature 0 every prompt's output is compared with the stored rollout, and the accepted counts with replay's, block
-by block. Differences are reported, not hidden: in fp32 there are none; bf16 rounds otherwise in blocks of other shapes.
+At temperature 0 replay reads what live decoding wrote, and "same blocks" counts the prompts whose accepted drafts agree
+with it, block by block: in fp32, all of them. "same output" is for information: how many texts equal the stored
+rollout, which was written in `rollouts.dtype` and in batches, so a near tie may fall otherwise. Above temperature 0
+live decoding draws its own texts and replay reads the stored rollouts: the two ALs agree up to chance.
 """
 
 import argparse
@@ -18,6 +20,9 @@ from draftkv.recipe import Recipe
 if TYPE_CHECKING:
     from torch.nn import Module
 
+    from draftkv.acceptance.live import LiveRun
+    from draftkv.cache.policy import Policy
+
 
 def main(args: argparse.Namespace) -> None:
     recipe = cli.recipe_from(args)
@@ -30,6 +35,8 @@ def main(args: argparse.Namespace) -> None:
         cli.say(f"decodes {args.prompts} held-out prompts at T={args.temperature:g} with {name} drafting for "
                 f"{recipe.target.model}, under {len(recipe.eval.policies)} policies, then replays them")  # fmt: skip
         return
+    import torch
+
     from draftkv.cache.attention import ATTENTION
     from draftkv.drafter import exported, load_drafter, preflight
     from draftkv.models import load_model, load_tokenizer
@@ -40,20 +47,20 @@ def main(args: argparse.Namespace) -> None:
     preflight(recipe, name)
     rows = [r for r in held_out_rows(recipe, load_rollouts(recipe, "eval")) if r["temperature"] == args.temperature]
     rows = rows[: args.prompts]
-    drafter, _ = load_drafter(name, None, recipe.target)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    drafter, vocab = load_drafter(name, None, recipe.target)
     target = load_model(recipe.target.model, recipe.target.revision, "float32")
     target.set_attn_implementation(ATTENTION)
     stops = stop_ids(target, load_tokenizer(recipe.target.model, recipe.target.revision))
-    cli.console.print(compare(recipe, target, drafter, rows, stops))
+    cli.console.print(compare(recipe, target.to(device), drafter.to(device), rows, stops, vocab))
 
 
-def compare(recipe: Recipe, target: "Module", drafter: "Module", rows: list[dict], stops: set) -> Table:
-    """Decode and replay each row under each policy; one line per policy."""
-    import torch
-
-    from draftkv.acceptance.live import speculate
+def compare(
+    recipe: Recipe, target: "Module", drafter: "Module", rows: list[dict], stops: set, vocab: int | None = None
+) -> Table:
+    """Decode and replay each row under each policy; one line per policy. All rows are of one temperature."""
     from draftkv.acceptance.replay import replay_row
-    from draftkv.acceptance.walk import greedy_blocks
+    from draftkv.acceptance.walk import block_tokens, greedy_blocks
 
     settings = recipe.eval
     result = Table(title=f"live decoding, draft length {settings.draft_length}, {len(rows)} prompts, fp32")
@@ -63,30 +70,49 @@ def compare(recipe: Recipe, target: "Module", drafter: "Module", rows: list[dict
         for policy in settings.policies:
             runs, replays = [], []
             for row in rows:
-                generator = torch.Generator().manual_seed(recipe.seed)
-                run = speculate(target, drafter, row["prompt_ids"], policy, settings.draft_length,
-                                recipe.rollouts.max_new_tokens, stops, row["temperature"], settings.draft,
-                                generator)  # fmt: skip
-                runs.append((row, run))
-                replays.append(replay_row(drafter, row, [policy], settings.draft)[0])
+                run = decode(recipe, target, drafter, row, policy, stops, vocab)
+                written = row if row["temperature"] else run.as_row(row["prompt_ids"], row["row_id"])
+                runs.append(run)
+                replays.append(replay_row(drafter, written, [policy], settings.draft, vocab=vocab)[0])
                 advance(policy.label)
-            emitted = sum(len(r.accepted) + sum(r.accepted) for _, r in runs)
-            blocks = sum(r.blocks for _, r in runs)
-            walks = [r.walk(settings.draft_length) for r in replays]
+            emitted = sum(block_tokens(run.accepted, len(run.response_ids), run.finished) for run in runs)
+            walks = [found.walk(settings.draft_length) for found in replays]
             same_text = same_blocks = "-"
             if all(row["temperature"] == 0 for row in rows):
-                same_text = str(sum(run.response_ids == row["response_ids"] for row, run in runs))
+                pairs = zip(runs, rows, strict=True)
+                same_text = str(sum(run.response_ids == row["response_ids"] for run, row in pairs))
                 same_blocks = str(sum(
                     run.accepted == greedy_blocks(found.flags, settings.draft_length, found.finished)
-                    for (_, run), found in zip(runs, replays, strict=True)
+                    for run, found in zip(runs, replays, strict=True)
                 ))  # fmt: skip
             result.add_row(
-                policy.label, f"{emitted / max(1, blocks):.3f}",
-                f"{sum(w.tokens for w in walks) / sum(w.blocks for w in walks):.3f}", same_text, same_blocks,
-                str(max(run.entries for _, run in runs)), f"{sum(run.draft_s for _, run in runs):.1f}",
-                f"{sum(run.verify_s for _, run in runs):.1f}",
+                policy.label, ratio(emitted, sum(run.blocks for run in runs)),
+                ratio(sum(w.tokens for w in walks), sum(w.blocks for w in walks)), same_text, same_blocks,
+                str(max(run.entries for run in runs)), f"{sum(run.draft_s for run in runs):.1f}",
+                f"{sum(run.verify_s for run in runs):.1f}",
             )  # fmt: skip
     return result
+
+
+def decode(
+    recipe: Recipe, target: "Module", drafter: "Module", row: dict, policy: "Policy", stops: set, vocab: int | None
+) -> "LiveRun":
+    """One prompt, live; the seed and the row alone decide its draws."""
+    import torch
+
+    from draftkv.acceptance.live import speculate
+    from draftkv.teacher.engine import row_seed
+
+    generator = torch.Generator().manual_seed(row_seed(recipe.seed, row["row_id"], row["temperature"]))
+    return speculate(target, drafter, row["prompt_ids"], policy, recipe.eval.draft_length,
+                     recipe.rollouts.max_new_tokens, stops, row["temperature"], recipe.eval.draft, generator,
+                     vocab)  # fmt: skip
+
+
+def ratio(tokens: float, blocks: float) -> str:
+    from draftkv.acceptance.walk import MIN_BLOCKS
+
+    return f"{tokens / blocks:.3f}" if blocks > MIN_BLOCKS else "-"
 
 
 if __name__ == "__main__":

@@ -52,13 +52,13 @@ class LiveRun:
 class _Side:
     """One model with its cache; feeds whatever part of the sequence the cache does not hold."""
 
-    def __init__(self, model: nn.Module, policy: Policy, prompt: list[int]):
-        self.model, self.cache = model, EvictedCache(model.config, policy)
+    def __init__(self, model: nn.Module, policy: Policy, prompt: list[int], vocab: int | None):
+        self.model, self.vocab, self.cache = model, vocab, EvictedCache(model.config, policy)
         self.device = next(model.parameters()).device
         self.last = self.feed(prompt, keep=1)
 
     def feed(self, ids: list[int], keep: int) -> Tensor:
-        return self.cache.forward(self.model, torch.tensor([ids], device=self.device), keep=keep)
+        return self.cache.forward(self.model, torch.tensor([ids], device=self.device), keep, self.vocab)
 
     def catch_up(self, tokens: list[int], keep: int = 1) -> Tensor:
         """Commit, then feed every token of the sequence that the cache lacks; logits of the last `keep` rows."""
@@ -69,17 +69,18 @@ class _Side:
 def speculate(
     target: nn.Module, drafter: nn.Module, prompt_ids: list[int], policy: Policy, draft_length: int,
     max_new_tokens: int, eos_ids: set[int] = frozenset(), temperature: float = 0.0, draft: str = "sampled",
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | None = None, vocab: int | None = None,
 ) -> LiveRun:
     """Decode one prompt. Both models must be loaded with attention `draftkv`.
 
     Args:
         draft: at temperature > 0, "sampled" (accept with min(1, p/q)) or "greedy" (vLLM's draft_model mode: the draft
             is argmax q, accepted with probability p of it). The output follows the target's distribution either way.
+        vocab: ids that target and drafter share, the only ones that either may emit; None: all rows of their heads.
     """
     rules = AcceptanceRule(temperature, draft, generator)
     run = LiveRun()
-    target_side, draft_side = _Side(target, FULL, prompt_ids), _Side(drafter, policy, prompt_ids)
+    target_side, draft_side = _Side(target, FULL, prompt_ids, vocab), _Side(drafter, policy, prompt_ids, vocab)
     tokens = [*prompt_ids, rules.pick(target_side.last[-1])]
     limit = len(prompt_ids) + max_new_tokens
     run.finished = tokens[-1] in eos_ids

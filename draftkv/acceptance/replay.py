@@ -46,7 +46,8 @@ class Acceptance:
 
 @torch.no_grad()
 def replay_row(
-    model: nn.Module, row: dict[str, Any], policies: Sequence[Policy], draft: str = "sampled", bf16: bool = False
+    model: nn.Module, row: dict[str, Any], policies: Sequence[Policy], draft: str = "sampled", bf16: bool = False,
+    vocab: int | None = None,
 ) -> list[Acceptance]:
     """Acceptance of one rollout row under each policy, in the order given.
 
@@ -55,6 +56,7 @@ def replay_row(
         row: a rollout row (design: prompt_ids, response_ids, response_logprobs, temperature, finish_reason, row_id).
         draft: "sampled" or "greedy", how drafts are made at temperature > 0.
         bf16: run the layers under bf16 autocast; logits are fp32 either way.
+        vocab: ids that target and drafter share, the only ones it may draft; None: all rows of its head.
     """
     device = next(model.parameters()).device
     prompt, response = row["prompt_ids"], row["response_ids"]
@@ -68,25 +70,28 @@ def replay_row(
         layout = batch.view.rows[0]
         rows = predicting_rows(layout) or [[layout.prompt_len - 1]] * len(group)
         for policy, indices in zip(group, rows, strict=True):
-            flags, ties = _flags(model, hidden[indices], row, draft)
+            flags, ties = _flags(hidden[indices], model.get_output_embeddings().weight[:vocab], row, draft)
             done = row["finish_reason"] == "stop"
             found[policy.label] = Acceptance(row["row_id"], flags, ties, done)
     return [found[p.label] for p in policies]
 
 
-def _flags(model: nn.Module, hidden: Tensor, row: dict[str, Any], draft: str) -> tuple[np.ndarray, int]:
+def _flags(hidden: Tensor, head: Tensor, row: dict[str, Any], draft: str) -> tuple[np.ndarray, int]:
     emitted = torch.tensor(row["response_ids"], device=hidden.device)
     temperature = row["temperature"]
     flags, ties = [], 0
     for start in range(0, len(emitted), HEAD_ROWS):
         part = slice(start, start + HEAD_ROWS)
-        logits = head_logits(hidden[part], model.get_output_embeddings().weight)
+        ids = emitted[part, None]
+        logits = head_logits(hidden[part], head)
         best = logits.topk(2, -1)
         ties += int((best.values[:, 0] == best.values[:, 1]).sum())
         if temperature == 0 or draft == "greedy":
-            flags.append((best.indices[:, 0] == emitted[part]).double())
+            flags.append((best.indices[:, :1] == ids)[:, 0].double())
         else:
-            q = (logits / temperature).log_softmax(-1).gather(1, emitted[part, None])[:, 0].double()
+            # An id past the shared vocabulary, which only the target has, is never drafted.
+            q = (logits / temperature).log_softmax(-1).gather(1, ids.clamp(max=len(head) - 1))
+            q = q.masked_fill(ids >= len(head), float("-inf"))[:, 0].double()
             p = torch.tensor(row["response_logprobs"][part], device=q.device, dtype=torch.float64)
             flags.append((q - p).exp().clamp(max=1.0))
     return torch.cat(flags).cpu().numpy(), ties
@@ -96,6 +101,7 @@ def evaluate(
     model: nn.Module, rows: Sequence[dict[str, Any]], policies: Sequence[Policy], draft_length: int, *,
     draft: str = "sampled", bf16: bool = False, bootstrap: int = 2000, seed: int = 0,
     advance: Callable[[], None] = lambda: None, gather: Callable[[list], list] = lambda x: x,
+    vocab: int | None = None,
 ) -> list[dict[str, Any]]:
     """Replay rows under each policy and score them: one record body per (temperature, policy).
 
@@ -103,6 +109,7 @@ def evaluate(
         rows: rollout rows; with several processes, this process's share.
         advance: called after each row.
         gather: collects a list over processes (identity in one process).
+        vocab: see `replay_row`.
 
     Returns:
         Records for `acceptance.jsonl` (see `draftkv.acceptance.score`); the caller adds step and checkpoint.
@@ -112,7 +119,7 @@ def evaluate(
     start = time.perf_counter()
     seen = []
     for row in rows:
-        seen.append((row["temperature"], replay_row(model, row, policies, draft, bf16)))
+        seen.append((row["temperature"], replay_row(model, row, policies, draft, bf16, vocab)))
         advance()
     seen = gather(seen)
     wall = time.perf_counter() - start

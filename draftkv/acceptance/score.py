@@ -17,8 +17,9 @@ from draftkv.acceptance.intervals import Counts, Interval
 from draftkv.acceptance.walk import MIN_BLOCKS, Walk
 from draftkv.errors import InputError
 
-# What makes two records the same measurement; a resumed run writes it again, and the later one holds.
-IDENTITY = ("step", "split", "policy", "temperature", "draft", "draft_length")
+# What makes two records the same measurement; a resumed run writes it again, and the later one holds. Evaluations of
+# drafters outside the training have no step and are told apart by checkpoint.
+IDENTITY = ("step", "checkpoint", "split", "policy", "temperature", "draft", "draft_length")
 
 
 def score(

@@ -140,8 +140,14 @@ class EvictedCache(Cache):
         return self.policy.split(self.prompt_len).sliding
 
     @torch.no_grad()
-    def forward(self, model: torch.nn.Module, ids: Tensor, keep: int | None = None) -> Tensor:
-        """Feed [1, n] tokens; the first call is the prefill. Returns fp32 logits [keep or n, vocab], last rows."""
+    def forward(
+        self, model: torch.nn.Module, ids: Tensor, keep: int | None = None, vocab: int | None = None
+    ) -> Tensor:
+        """Feed [1, n] tokens; the first call is the prefill. Returns fp32 logits [keep or n, vocab], last rows.
+
+        Args:
+            vocab: ids that target and drafter share; None: all rows of the head.
+        """
         count = ids.shape[1]
         hidden = model.get_decoder()(
             input_ids=ids, position_ids=self.positions(count, ids.device), cache=self, cache_view=self, use_cache=True
@@ -149,7 +155,7 @@ class EvictedCache(Cache):
         self.length += count
         if self.prompt_len is None:
             self.prompt_len = count
-        return head_logits(hidden[-keep:] if keep else hidden, model.get_output_embeddings().weight)
+        return head_logits(hidden[-keep:] if keep else hidden, model.get_output_embeddings().weight[:vocab])
 
     def commit(self) -> None:
         """Everything fed so far is final: drop entries that no later row can see, remember recurrent states."""

@@ -30,9 +30,9 @@ class Evaluation:
     """
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator, model: torch.nn.Module, rows: Sequence[dict[str, Any]],
-                 trackers: "Trackers"):  # fmt: skip
+                 trackers: "Trackers", vocab: int | None = None):  # fmt: skip
         self.recipe, self.accelerator, self.model = recipe, accelerator, model
-        self.rows, self.trackers = rows, trackers
+        self.rows, self.trackers, self.vocab = rows, trackers, vocab
         self.path = recipe.run_dir / "acceptance.jsonl"
         self.best: dict[str, Any] = broadcast_object_list([read_step(recipe.run_dir / "checkpoints" / "best")])[0]
 
@@ -44,7 +44,7 @@ class Evaluation:
                 self.model, share, settings.policies, settings.draft_length, draft=settings.draft,
                 bf16=settings.precision == "bf16", bootstrap=settings.bootstrap, seed=self.recipe.seed,
                 advance=lambda: advance(""),
-                gather=gather_object if accelerator.num_processes > 1 else lambda x: x,
+                gather=gather_object if accelerator.num_processes > 1 else lambda x: x, vocab=self.vocab,
             )  # fmt: skip
         # Best weights first: a step that has its records is never evaluated again.
         self._keep_best(step, records)

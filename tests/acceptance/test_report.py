@@ -155,6 +155,15 @@ def test_reader_survives_a_killed_run(tmp_path):
         append_jsonl(path, {"al": float("nan")})
 
 
+def test_what_a_later_record_replaces(tmp_path):
+    """Of one training step, the earlier record; of another drafter, nothing."""
+    path, same = tmp_path / "acceptance.jsonl", {"split": "held_out", "policy": "full", "temperature": 0.0}
+    measured = [(5, "step 5", 1.0), (None, "a", 2.0), (None, "b", 3.0), (5, "step 5", 4.0), (None, "a", 5.0)]
+    for step, name, al in measured:
+        append_jsonl(path, {"step": step, "checkpoint": name, **same, "al": al})
+    assert [(r["checkpoint"], r["al"]) for r in read_acceptance(path)] == [("step 5", 4.0), ("a", 5.0), ("b", 3.0)]
+
+
 RECIPE = """
 name: synthetic
 target: {model: embedded:smollm2-135m}

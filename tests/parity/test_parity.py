@@ -243,6 +243,51 @@ def test_eos_inside_a_draft_block(arch):
             assert greedy_blocks(found.flags, 4, finished=True) == run.accepted
 
 
+@pytest.mark.parametrize("padded", [(512, 520), (520, 512), (520, 528)])
+@pytest.mark.parametrize("temperature, draft", [(0.0, "sampled"), (1.0, "sampled"), (1.0, "greedy")])
+def test_padding_of_the_head_is_never_emitted(padded, temperature, draft):
+    """512 shared ids and heads padded to different sizes, with padding that would win every argmax."""
+    target, drafter = with_padding(model("llama"), padded[0]), with_padding(related_drafter("llama"), padded[1])
+    prompt, pol = tokens(30, seed=7)[0].tolist(), policy("full", 0)
+    generator = torch.Generator().manual_seed(0)
+    run = speculate(target, drafter, prompt, pol, 4, 32, frozenset(), temperature, draft, generator, 512)
+    assert len(run.response_ids) == 32 and max(run.response_ids) < 512
+    row = run.as_row(prompt, "r")
+    if temperature == 0:
+        assert run.response_ids == greedy(model("llama"), prompt, 32)
+        found = replay_row(drafter, row, [pol], vocab=512)[0]
+        assert greedy_blocks(found.flags, 4, found.finished) == run.accepted and sum(run.accepted) > 0
+        return
+    row |= {"temperature": temperature, "response_logprobs": [-3.0] * 32}
+    got, want = (
+        replay_row(m, row, [pol], draft, vocab=v)[0] for m, v in ((drafter, 512), (related_drafter("llama"), None))
+    )
+    assert abs(got.flags - want.flags).max() <= TOLERANCE
+
+
+def test_an_id_that_only_the_target_has_is_not_accepted():
+    """Replay of a rollout with such an id, at each kind of draft."""
+    drafter, response = with_padding(model("llama"), 520), [3, 515, 4]
+    row = {"prompt_ids": [5, 6, 7], "response_ids": response, "finish_reason": "length", "row_id": "r",
+           "response_logprobs": [-30.0] * 3}  # fmt: skip
+    for temperature, draft in ((0.0, "sampled"), (1.0, "greedy"), (1.0, "sampled")):
+        found = replay_row(drafter, row | {"temperature": temperature}, [policy("full", 0)], draft, vocab=512)[0]
+        assert found.flags[1] == 0 and (temperature == 0 or draft == "greedy" or found.flags[2] == 1)
+
+
+def with_padding(plain: torch.nn.Module, size: int) -> torch.nn.Module:
+    """A copy with `size` rows of embedding and head; those past the 512 shared ids have huge logits of either sign."""
+    padded = tiny_model("llama", vocab_size=size, tie_word_embeddings=False)
+    state = {**plain.state_dict(), "lm_head.weight": plain.get_output_embeddings().weight.detach()}
+    for key in ("model.embed_tokens.weight", "lm_head.weight"):
+        old = state[key]
+        extra = 1e3 * torch.randn(size - len(old), old.shape[1], generator=torch.Generator().manual_seed(0))
+        state[key] = torch.cat([old, extra])
+    padded.load_state_dict(state)
+    padded.set_attn_implementation(ATTENTION)
+    return padded
+
+
 def related_drafter(arch: str) -> torch.nn.Module:
     """The target with noise on its weights: right often enough that blocks have every length."""
     key = (arch, "noisy")
