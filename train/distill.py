@@ -89,7 +89,8 @@ def distill(recipe: Recipe, plans: dict) -> bool:
     student, optimizer = accelerator.prepare(student, optimizer)
 
     trackers = Trackers(recipe, accelerator)
-    evaluate = Evaluation(recipe, accelerator, accelerator.unwrap_model(student).model, eval_rows, trackers)
+    drafter = accelerator.unwrap_model(student).model
+    evaluate = Evaluation(recipe, accelerator, drafter, eval_rows, trackers, vocab)
     schedule = Schedule(train_rows, recipe)
     trainer = Trainer(recipe, accelerator, student, optimizer, teacher, schedule, evaluate, trackers.step)
     if trainer.resume():
