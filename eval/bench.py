@@ -289,7 +289,7 @@ def replay_worker(**settings: Any) -> Row:
     """Every row and policy, live (prefills included) and by replay of what the first live run wrote, in one process."""
     from draftkv.acceptance.live import speculate
     from draftkv.acceptance.replay import replay_row
-    from draftkv.acceptance.walk import greedy_blocks
+    from draftkv.acceptance.walk import block_tokens, greedy_blocks
 
     args = argparse.Namespace(**settings)
     target, drafter, stops, policies, prompts = _replay_setting(args)
@@ -304,7 +304,7 @@ def replay_worker(**settings: Any) -> Row:
             blocks = greedy_blocks(mine.flags, args.draft_length, mine.finished)
             same = run.response_ids == row["response_ids"] and run.accepted == blocks
             spent = (seconds, run.draft_s / (run.draft_s + run.verify_s), alone, together / len(policies))
-            counts = (sum(run.accepted) + run.blocks, run.blocks, same)
+            counts = (block_tokens(run.accepted, len(run.response_ids), run.finished), run.blocks, same)
             for name, value in zip(total, (*spent, *counts), strict=True):
                 total[name] += value
     return {"rows": [_replay_line(p.label, t, len(prompts)) for p, t in zip(policies, sums, strict=True)]
