@@ -28,7 +28,8 @@ def write_recipe(folder: Path, **train) -> Path:
                     "max_prompt_tokens": 200},
         "rollouts": {"max_new_tokens": 16, "eval_temperatures": [0.0], "dtype": "float32"},
         "views": ["full", {"policy": "swa", "budget": [6, 12]}],
-        "train": {"steps": STEPS, "rows": 4, "lr": 1e-3, "precision": "no", "checkpoint_every": 7, **train},
+        "train": {"steps": STEPS, "rows": 4, "lr": 1e-3, "precision": "no", "checkpoint_every": 7,
+                  "average": True, **train},
         "eval": {"policies": ["full", {"policy": "swa", "budget": 8}], "every": 10, "precision": "no"},
         "export": {"dtype": "float32", "checkpoint": "last"},
     }  # fmt: skip

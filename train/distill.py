@@ -59,6 +59,7 @@ def distill(recipe: Recipe, plans: dict) -> bool:
     from accelerate.utils import set_seed
 
     from draftkv import rundir
+    from draftkv.distill.average import WeightAverage
     from draftkv.distill.hooks import Evaluation, Trackers, save_weights
     from draftkv.distill.loop import Trainer
     from draftkv.distill.schedule import Schedule
@@ -92,7 +93,10 @@ def distill(recipe: Recipe, plans: dict) -> bool:
     drafter = accelerator.unwrap_model(student).model
     evaluate = Evaluation(recipe, accelerator, drafter, eval_rows, trackers, vocab)
     schedule = Schedule(train_rows, recipe)
-    trainer = Trainer(recipe, accelerator, student, optimizer, teacher, schedule, evaluate, trackers.step)
+    average = WeightAverage(params) if recipe.train.average else None
+    if average:
+        accelerator.register_for_checkpointing(average)
+    trainer = Trainer(recipe, accelerator, student, optimizer, teacher, schedule, evaluate, trackers.step, average)
     if trainer.resume():
         say(f"continuing after step {trainer.progress.step}")
     millions = sum(p.numel() for p in params) / 1e6
@@ -101,7 +105,8 @@ def distill(recipe: Recipe, plans: dict) -> bool:
     with cli.progress("train", recipe.train.steps - trainer.progress.step) as advance:
         finished = trainer.run(advance)
     if finished:
-        save_weights(accelerator, evaluate.model, recipe.run_dir / "checkpoints" / "last", {"step": recipe.train.steps})
+        with trainer.averaged():
+            save_weights(accelerator, drafter, recipe.run_dir / "checkpoints" / "last", {"step": recipe.train.steps})
     if accelerator.is_main_process:
         rundir.write_provenance(
             recipe, processes=accelerator.num_processes, device=accelerator.device.type,

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 
 from draftkv.cache.attention import ATTENTION
 from draftkv.distill import schedule as sched
+from draftkv.distill.average import WeightAverage
 from draftkv.distill.loop import Trainer
 from draftkv.distill.student import Student, Teacher
 from draftkv.errors import RunError
@@ -132,6 +133,19 @@ def test_an_identical_drafter_under_the_full_view_has_nothing_to_learn(tmp_path)
     log = []
     trainer(settings, log=log, drafter_seed=0).step()
     assert log[0]["forward_kl"] == pytest.approx(0, abs=1e-5) and log[0]["alpha"] == pytest.approx(1, abs=1e-4)
+
+
+def test_the_average_is_the_mean_of_all_iterates_and_is_lent_only(tmp_path):
+    made = trainer(recipe(tmp_path))
+    weight = made.student.model.get_decoder().layers[0].self_attn.q_proj.weight
+    made.average = WeightAverage([weight])
+    seen = [weight.detach().clone()]
+    for _ in range(3):
+        made.step()
+        seen.append(weight.detach().clone())
+    with made.averaged():
+        assert torch.allclose(weight, torch.stack(seen).mean(0), atol=1e-6) and not torch.equal(weight, seen[-1])
+    assert torch.equal(weight, seen[-1])
 
 
 def test_a_non_finite_step_is_skipped_and_counted_then_stops_the_run(tmp_path):
