@@ -82,12 +82,12 @@ def _headline(run: Run) -> list[Block]:
 
 
 def _which_step(run: Run) -> str:
-    if run.after == run.best:
-        trained = len(run.steps) - 1
-        last = f" The last step, {run.last}, is shown beside it." if run.last != run.after else " It is also the last."
-        return (f"Step {run.after} is the best of {trained} trained steps evaluated, by the acceptance length of "
-                f"{run.selected} on these same prompts, so its figures lean high.{last}")
-    return f"Step {run.after} is the last step, which the recipe exports."
+    if (run.recipe or {}).get("export", {}).get("checkpoint", "best") == "last":
+        return f"Step {run.after} is the last step, which the recipe exports; it was not picked on these prompts."
+    trained = len(run.steps) - 1
+    last = f" The last step, {run.last}, is shown beside it." if run.last != run.after else " It is also the last."
+    return (f"Step {run.after} is the best of {trained} trained steps evaluated, by the acceptance length of "
+            f"{run.selected} on these same prompts, so its figures lean high.{last}")
 
 
 def _headline_table(run: Run, setting: Setting) -> Table:
