@@ -151,7 +151,7 @@ def test_a_changed_ingredient_is_another_store(recipe, write_jsonl):
     key = rollouts._Plan(recipe(), "train").key
     other = {"source": write_jsonl([{"prompt": "other words"}], "other.jsonl")}
     changes = [
-        {"seed": 1},
+        {"rollouts": {**recipe().rollouts.model_dump(), "seed": 1}},
         {"rollouts": {**recipe().rollouts.model_dump(), "max_new_tokens": 13}},
         {"rollouts": {**recipe().rollouts.model_dump(), "train_temperatures": [0.0]}},
         {"rollouts": {**recipe().rollouts.model_dump(), "dtype": "bfloat16"}},
@@ -160,6 +160,7 @@ def test_a_changed_ingredient_is_another_store(recipe, write_jsonl):
     keys = [rollouts._Plan(recipe(**change), "train").key for change in changes]
     assert len({key, *keys}) == 1 + len(changes)
     assert rollouts._Plan(recipe(name="renamed"), "train").key == key, "the name is not an ingredient"
+    assert rollouts._Plan(recipe(seed=1), "train").key == key, "seeds of training share the rollouts"
     assert rollouts._Plan(recipe(), "eval").key != key
 
 
