@@ -25,7 +25,7 @@ def main(args: argparse.Namespace) -> None:
     with rundir.lock(recipe.run_dir):
         folder = export_run(recipe)
     # transformers does not slide a Llama's window, so a native-window export has no logits to compare with.
-    compared = "weights were" if native else "weights and logits were"
+    compared = "weights were" if recipe.export.native_window else "weights and logits were"
     cli.say(f"exported to {folder}; {compared} compared after a reload")
 
 

@@ -55,6 +55,7 @@ class _Side:
     def __init__(self, model: nn.Module, policy: Policy, prompt: list[int], vocab: int | None):
         self.model, self.vocab, self.cache = model, vocab, EvictedCache(model.config, policy)
         self.device = next(model.parameters()).device
+        self.entries = 0  # most entries of a full-attention layer at a commit
         self.last = self.feed(prompt, keep=1)
 
     def feed(self, ids: list[int], keep: int) -> Tensor:
@@ -63,6 +64,7 @@ class _Side:
     def catch_up(self, tokens: list[int], keep: int = 1) -> Tensor:
         """Commit, then feed every token of the sequence that the cache lacks; logits of the last `keep` rows."""
         self.cache.commit()
+        self.entries = max([self.entries, *self.cache.entries()])
         return self.feed(tokens[self.cache.length :], keep)
 
 
@@ -88,7 +90,6 @@ def speculate(
         start = time.perf_counter()
         drafted, q = _draft(draft_side, tokens, draft_length, rules)
         middle = time.perf_counter()
-        run.entries = max(run.entries, *draft_side.cache.entries())
         known = len(tokens)
         logits = target_side.catch_up([*tokens, *drafted], keep=draft_length + 1)
         count, extra = rules.verify(logits, drafted, q)
@@ -99,6 +100,7 @@ def speculate(
         # The last emitted token was never fed; everything emitted before it was, on both sides, if it was accepted.
         for side in (target_side, draft_side):
             side.cache.rollback(min(known + count, len(tokens) - 1))
+    run.entries = draft_side.entries
     run.response_ids = tokens[len(prompt_ids) :][:max_new_tokens]
     return run
 

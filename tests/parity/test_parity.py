@@ -197,6 +197,8 @@ def test_live_equals_replay_block_by_block(arch, name):
         assert run.response_ids == greedy(target, prompt, 32)
         found = replay_row(drafter, run.as_row(prompt, "r"), [pol])[0]
         assert greedy_blocks(found.flags, drafts, found.finished) == run.accepted
+        if pol.generated == "sliding" and not pol.is_full:
+            assert run.entries <= 12, "the budget, at every block start"
         blocks += [n / drafts for n in run.accepted]
     if name == "full":
         assert 0 < sum(blocks) < len(blocks), "a drafter that is sometimes right, or the test shows nothing"
