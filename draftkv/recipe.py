@@ -162,7 +162,7 @@ class Train(Section):
     clip: float = Field(1.0, gt=0, description="gradient norm")
     precision: Literal["bf16", "no"] = Field("bf16", description="autocast; master weights are always fp32")
     gradient_checkpointing: bool = False
-    average: bool = Field(False, description="evaluate, keep and export the mean of all iterates (Polyak averaging)")
+    initial_share: float = Field(0.0, ge=0, lt=1, description="initial weights in what is evaluated and kept")
     trainable: list[str] | None = Field(None, description="regular expressions of parameter names; null: all")
     head_chunk: int = Field(1024, ge=1, description="most rows of vocabulary logits held at once (128 MiB at most)")
     checkpoint_every: int = Field(50, ge=1)

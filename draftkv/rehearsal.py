@@ -40,6 +40,11 @@ _LINEAR = {
 _SLIDING = {
     "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16,
 }
+_MAMBA = {
+    "num_hidden_layers": 5, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention",
+                                                  "full_attention"],
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 # name -> (model_type that AutoModelForCausalLM knows as text only, what differs from _COMMON)
@@ -49,6 +54,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", _LINEAR),
     "qwen3_5_moe": ("qwen3_5_moe_text", {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 32}),
     "gemma3": ("gemma3_text", {**_SLIDING, "query_pre_attn_scalar": 16}),
+    "nemotron_h": ("nemotron_h", _MAMBA),
     "gpt_oss": ("gpt_oss", {**_SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2,
                             "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default",
                                                                                "rope_theta": 10000.0}}),

@@ -22,7 +22,7 @@ def main(args: argparse.Namespace) -> None:
         return
     import torch
 
-    from draftkv.acceptance.replay import evaluate
+    from draftkv.acceptance.replay import Replay, evaluate
     from draftkv.acceptance.score import append_jsonl
     from draftkv.drafter import exported, load_drafter, preflight
     from draftkv.teacher.rollouts import held_out_rows, load_rollouts
@@ -35,9 +35,8 @@ def main(args: argparse.Namespace) -> None:
     model, vocab = load_drafter(name, None, recipe.target)
     with cli.progress("replay", len(rows)) as advance:
         records = evaluate(
-            model.to(device), rows, settings.policies, settings.draft_length, draft=settings.draft,
-            bf16=settings.precision == "bf16", bootstrap=settings.bootstrap, seed=recipe.seed,
-            advance=lambda: advance(""), vocab=vocab,
+            model.to(device), rows, settings.policies, Replay.of(recipe, vocab), bootstrap=settings.bootstrap,
+            advance=lambda: advance(""),
         )  # fmt: skip
     for record in records:
         append_jsonl(

@@ -288,19 +288,20 @@ def replay_rows(args: argparse.Namespace) -> list[Row]:
 def replay_worker(**settings: Any) -> Row:
     """Every row and policy, live (prefills included) and by replay of what the first live run wrote, in one process."""
     from draftkv.acceptance.live import speculate
-    from draftkv.acceptance.replay import replay_row
+    from draftkv.acceptance.replay import Replay
     from draftkv.acceptance.walk import block_tokens, greedy_blocks
 
     args = argparse.Namespace(**settings)
     target, drafter, stops, policies, prompts = _replay_setting(args)
+    replay = Replay(args.draft_length)
     sums = [dict.fromkeys(("live", "drafting", "alone", "shared", "tokens", "blocks", "same"), 0.0) for _ in policies]
     for prompt in prompts:
         decode = partial(speculate, target, drafter, prompt)
         live = [_clock(partial(decode, p, args.draft_length, args.tokens, stops), 1) for p in policies]
         row = live[0][0].as_row(prompt, "row")
-        found, together = _clock(partial(replay_row, drafter, row, policies), args.repeats)
+        found, together = _clock(partial(replay.row, drafter, row, policies), args.repeats)
         for (run, seconds), policy, mine, total in zip(live, policies, found, sums, strict=True):
-            _, alone = _clock(partial(replay_row, drafter, row, [policy]), args.repeats)
+            _, alone = _clock(partial(replay.row, drafter, row, [policy]), args.repeats)
             blocks = greedy_blocks(mine.flags, args.draft_length, mine.finished)
             same = run.response_ids == row["response_ids"] and run.accepted == blocks
             spent = (seconds, run.draft_s / (run.draft_s + run.verify_s), alone, together / len(policies))

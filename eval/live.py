@@ -59,10 +59,11 @@ def compare(
     recipe: Recipe, target: "Module", drafter: "Module", rows: list[dict], stops: set, vocab: int | None = None
 ) -> Table:
     """Decode and replay each row under each policy; one line per policy. All rows are of one temperature."""
-    from draftkv.acceptance.replay import replay_row
+    from draftkv.acceptance.replay import Replay
     from draftkv.acceptance.walk import block_tokens, greedy_blocks
 
     settings = recipe.eval
+    replay = Replay(settings.draft_length, settings.draft, vocab=vocab, seed=recipe.seed)
     result = Table(title=f"live decoding, draft length {settings.draft_length}, {len(rows)} prompts, fp32")
     for column in ("cache", "AL live", "AL replay", "same output", "same blocks", "entries", "draft s", "verify s"):
         result.add_column(column)
@@ -73,7 +74,7 @@ def compare(
                 run = decode(recipe, target, drafter, row, policy, stops, vocab)
                 written = row if row["temperature"] else run.as_row(row["prompt_ids"], row["row_id"])
                 runs.append(run)
-                replays.append(replay_row(drafter, written, [policy], settings.draft, vocab=vocab)[0])
+                replays.append(replay.row(drafter, written, [policy])[0])
                 advance(policy.label)
             emitted = sum(block_tokens(run.accepted, len(run.response_ids), run.finished) for run in runs)
             walks = [found.walk(settings.draft_length) for found in replays]

@@ -29,7 +29,7 @@ def write_recipe(folder: Path, **train) -> Path:
         "rollouts": {"max_new_tokens": 16, "eval_temperatures": [0.0], "dtype": "float32"},
         "views": ["full", {"policy": "swa", "budget": [6, 12]}],
         "train": {"steps": STEPS, "rows": 4, "lr": 1e-3, "precision": "no", "checkpoint_every": 7,
-                  "average": True, **train},
+                  "initial_share": 0.25, **train},
         "eval": {"policies": ["full", {"policy": "swa", "budget": 8}], "every": 10, "precision": "no"},
         "export": {"dtype": "float32", "checkpoint": "last"},
     }  # fmt: skip

@@ -59,7 +59,7 @@ def distill(recipe: Recipe, plans: dict) -> bool:
     from accelerate.utils import set_seed
 
     from draftkv import rundir
-    from draftkv.distill.average import WeightAverage
+    from draftkv.distill.anchor import Anchor
     from draftkv.distill.hooks import Evaluation, Trackers, save_weights
     from draftkv.distill.loop import Trainer
     from draftkv.distill.schedule import Schedule
@@ -93,10 +93,8 @@ def distill(recipe: Recipe, plans: dict) -> bool:
     drafter = accelerator.unwrap_model(student).model
     evaluate = Evaluation(recipe, accelerator, drafter, eval_rows, trackers, vocab)
     schedule = Schedule(train_rows, recipe)
-    average = WeightAverage(params) if recipe.train.average else None
-    if average:
-        accelerator.register_for_checkpointing(average)
-    trainer = Trainer(recipe, accelerator, student, optimizer, teacher, schedule, evaluate, trackers.step, average)
+    anchor = Anchor(params, recipe.train.initial_share)
+    trainer = Trainer(recipe, accelerator, student, optimizer, teacher, schedule, evaluate, trackers.step, anchor)
     if trainer.resume():
         say(f"continuing after step {trainer.progress.step}")
     millions = sum(p.numel() for p in params) / 1e6
@@ -105,7 +103,7 @@ def distill(recipe: Recipe, plans: dict) -> bool:
     with cli.progress("train", recipe.train.steps - trainer.progress.step) as advance:
         finished = trainer.run(advance)
     if finished:
-        with trainer.averaged():
+        with anchor.applied():
             save_weights(accelerator, drafter, recipe.run_dir / "checkpoints" / "last", {"step": recipe.train.steps})
     if accelerator.is_main_process:
         rundir.write_provenance(

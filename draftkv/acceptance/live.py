@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from draftkv.cache.evicted import EvictedCache
+from draftkv.cache.offloaded import OffloadedCache, RefreshCost, cache_for
 from draftkv.cache.policy import Policy
+from draftkv.cache.scorers import Notes
 
 FULL = Policy(policy="full")
 
@@ -27,7 +29,9 @@ class LiveRun:
         finished: whether EOS ended the run.
         draft_s, verify_s: seconds spent drafting and verifying, prefill excluded.
         draft_steps: drafter forwards.
-        entries: most entries that a full-attention layer of the drafter held at a block start.
+        entries: most entries that a layer of the drafter which the policy compresses attended to at a block start.
+        cost: of selecting again; None for policies that never do. Rows that were rejected count.
+        moved_bytes: between device and host store, by direction.
     """
 
     response_ids: list[int] = field(default_factory=list)
@@ -37,6 +41,8 @@ class LiveRun:
     verify_s: float = 0.0
     draft_steps: int = 0
     entries: int = 0
+    cost: RefreshCost | None = None
+    moved_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def blocks(self) -> int:
@@ -52,8 +58,11 @@ class LiveRun:
 class _Side:
     """One model with its cache; feeds whatever part of the sequence the cache does not hold."""
 
-    def __init__(self, model: nn.Module, policy: Policy, prompt: list[int], vocab: int | None):
-        self.model, self.vocab, self.cache = model, vocab, EvictedCache(model.config, policy)
+    def __init__(
+        self, model: nn.Module, policy: Policy, prompt: list[int], vocab: int | None, notes: Notes | None = None
+    ):
+        self.model, self.vocab, self.prompt_len = model, vocab, len(prompt)
+        self.cache: EvictedCache = cache_for(model.config, policy, notes)
         self.device = next(model.parameters()).device
         self.entries = 0  # most entries of a full-attention layer at a commit
         self.last = self.feed(prompt, keep=1)
@@ -64,14 +73,31 @@ class _Side:
     def catch_up(self, tokens: list[int], keep: int = 1) -> Tensor:
         """Commit, then feed every token of the sequence that the cache lacks; logits of the last `keep` rows."""
         self.cache.commit()
+        self._ask_trigger(tokens)
         self.entries = max([self.entries, *self.cache.entries()])
         return self.feed(tokens[self.cache.length :], keep)
+
+    def _ask_trigger(self, tokens: list[int]) -> None:
+        """A block starts: a new selection, if one is due, holds from the last emitted token's row on."""
+        cache, verified = self.cache, len(tokens) - self.prompt_len
+        if cache.policy.trigger.level != "block" or not cache.clock.at_check(verified):
+            return
+        if cache.length < len(tokens) - 1:
+            self.feed(tokens[cache.length : -1], keep=1)
+            cache.commit()
+        cache.refresh(verified)
+
+    def observe(self, emitted: int, q: list[Tensor]) -> None:
+        """A block was verified; `q`: logits of its drafts."""
+        if self.cache.policy.trigger.level == "block":
+            logs = torch.stack(q[:emitted]).log_softmax(-1)
+            self.cache.clock.observe(emitted, float(-(logs.exp() * logs).sum(-1).double().mean()))
 
 
 def speculate(
     target: nn.Module, drafter: nn.Module, prompt_ids: list[int], policy: Policy, draft_length: int,
     max_new_tokens: int, eos_ids: set[int] = frozenset(), temperature: float = 0.0, draft: str = "sampled",
-    generator: torch.Generator | None = None, vocab: int | None = None,
+    generator: torch.Generator | None = None, vocab: int | None = None, notes: Notes | None = None,
 ) -> LiveRun:
     """Decode one prompt. Both models must be loaded with attention `draftkv`.
 
@@ -79,10 +105,12 @@ def speculate(
         draft: at temperature > 0, "sampled" (accept with min(1, p/q)) or "greedy" (vLLM's draft_model mode: the draft
             is argmax q, accepted with probability p of it). The output follows the target's distribution either way.
         vocab: ids that target and drafter share, the only ones that either may emit; None: all rows of their heads.
+        notes: what scorer `oracle` knows of the answer (`draftkv.cache.oracle`).
     """
     rules = AcceptanceRule(temperature, draft, generator)
     run = LiveRun()
-    target_side, draft_side = _Side(target, FULL, prompt_ids, vocab), _Side(drafter, policy, prompt_ids, vocab)
+    target_side = _Side(target, FULL, prompt_ids, vocab)
+    draft_side = _Side(drafter, policy, prompt_ids, vocab, notes)
     tokens = [*prompt_ids, rules.pick(target_side.last[-1])]
     limit = len(prompt_ids) + max_new_tokens
     run.finished = tokens[-1] in eos_ids
@@ -100,7 +128,10 @@ def speculate(
         # The last emitted token was never fed; everything emitted before it was, on both sides, if it was accepted.
         for side in (target_side, draft_side):
             side.cache.rollback(min(known + count, len(tokens) - 1))
+        draft_side.observe(count + 1, q)
     run.entries = draft_side.entries
+    if isinstance(draft_side.cache, OffloadedCache):
+        run.cost, run.moved_bytes = draft_side.cache.cost.settled(), draft_side.cache.moved_bytes
     run.response_ids = tokens[len(prompt_ids) :][:max_new_tokens]
     return run
 

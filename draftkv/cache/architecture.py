@@ -19,6 +19,7 @@ SUPPORTED = {
     "qwen3_5_text": "Qwen3.5",
     "gemma3_text": "Gemma 3",
     "gpt_oss": "GPT-OSS",
+    "nemotron_h": "Nemotron-H",
 }
 
 # Architectures in which an engine honours a drafter's `sliding_window` (tried: vLLM 0.32, see the model card). In

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from draftkv.cache.policy import Policy, Split
-from draftkv.cache.scorers import select
+from draftkv.cache.scorers import Scene, select
 
 ATTENTION = "draftkv"
 ROW_CHUNK = 1024  # rows whose mask is held at once
@@ -125,16 +125,23 @@ def _with_sink(layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor) -> t
     return query, key + marker, F.pad(value, (0, ALIGN, 1, 0))
 
 
-def front_positions(policy: Policy, split: Split, layer: LayerInfo, query: Tensor, key: Tensor) -> Tensor:
-    """Prompt positions of the front, [G, F]: the sinks, then what the scorer selects. Detached and deterministic.
+def front_positions(policy: Policy, split: Split, scene: Scene, first: bool = True) -> Tensor:
+    """Positions of the front, [G, F]: the sinks, then what the scorer selects. Detached and deterministic.
 
     Args:
-        query: [H, P, D] rotated prompt queries. key: [G, P, D] rotated prompt keys.
+        scene: the layer's stored entries and recent queries. For the first selection, made when decoding begins, it
+            holds all queries of the prompt, from which scorers prepare what they remember of it.
+        first: whether this is that selection.
     """
+    key = scene.key
+    scorer = policy.first_scorer if first else policy.scorer
+    if first:
+        for each in {policy.scorer, scorer}:
+            prepared = each.prepare(scene)
+            if prepared:
+                scene.notes.prompt.setdefault(scene.layer, {}).update(prepared)
     sinks = torch.arange(split.sinks, device=key.device).expand(key.shape[0], -1)
-    picked = select(
-        policy.scorer, query, key, layer.scaling, sinks=split.sinks, count=split.selected, end=split.tail_start
-    )
+    picked = select(scorer, scene, sinks=split.sinks, count=split.selected, end=split.tail_start)
     return torch.cat([sinks, picked], 1)
 
 

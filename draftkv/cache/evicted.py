@@ -7,31 +7,49 @@ tokens, `rollback(length)` (forget rejected ones). Attention layers roll back ex
 to the last commit, so `rollback` says how many tokens the cache really holds and the caller feeds the rest again.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from draftkv.cache.attention import LayerInfo, attend_prompt, attend_rows, front_positions, gather
-from draftkv.cache.policy import Policy
+from draftkv.cache.policy import Policy, Split
+from draftkv.cache.scorers import Notes, Scene
 from draftkv.teacher.signals import head_logits
 
 
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The entries at fixed places that a layer attends to: sinks and selected, [G, F] positions, [G, F, D] entries."""
+
+    positions: Tensor
+    keys: Tensor
+    values: Tensor
+    split: Split
+
+    @classmethod
+    def of(cls, positions: Tensor, keys: Tensor, values: Tensor, split: Split) -> "Selection":
+        return cls(positions, gather(keys, positions), gather(values, positions), split)
+
+
 class EvictedLayer(CacheLayerMixin):
-    """Entries of one attention layer: [front | tail], batch of one.
+    """Entries of one attention layer: a selection and a contiguous tail, batch of one.
 
     Attributes:
-        keys, values: [1, G, front + tail, D].
-        front: entries at fixed places (sinks and selected).
+        keys, values: [1, G, tail, D].
+        selection: entries at fixed places; None for layers that a policy leaves alone.
         native_window: entries a row of a natively sliding layer sees; None for full-attention layers.
+        compressed: whether the policy applies to this layer.
     """
 
     is_sliding = False
 
-    def __init__(self, native_window: int | None):
+    def __init__(self, native_window: int | None, compressed: bool):
         super().__init__()
-        self.native_window = native_window
-        self.front = 0
+        self.native_window, self.compressed = native_window, compressed
+        self.selection: Selection | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values, self.is_initialized = key_states, value_states, True
@@ -44,8 +62,12 @@ class EvictedLayer(CacheLayerMixin):
             self.values = torch.cat([self.values, value_states], 2)
         return self.keys, self.values
 
-    def get_seq_length(self) -> int:
+    @property
+    def tail(self) -> int:
         return self.keys.shape[2] if self.is_initialized else 0
+
+    def get_seq_length(self) -> int:
+        return self.tail + (self.selection.split.front if self.selection else 0)
 
     def get_max_length(self) -> int:
         return -1
@@ -54,20 +76,18 @@ class EvictedLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     @property
-    def tail(self) -> int:
-        return self.get_seq_length() - self.front
+    def window(self) -> int | None:
+        """Tail entries before its own that a row sees; None: all."""
+        return self.selection.split.sliding if self.selection else self.native_window
 
-    def keep(self, positions: Tensor, tail_start: int) -> None:
-        """After prefill: keep `positions` [G, F] as the front and everything from `tail_start` on as the tail."""
-        self.keys, self.values = (
-            torch.cat([gather(x[0], positions)[None], x[:, :, tail_start:]], 2) for x in (self.keys, self.values)
-        )
-        self.front = positions.shape[1]
+    @property
+    def front(self) -> tuple[Tensor, Tensor] | None:
+        chosen = self.selection
+        return (chosen.keys, chosen.values) if chosen and chosen.split.front else None
 
     def drop_oldest(self, count: int) -> None:
         if count > 0:
-            front, rest = slice(0, self.front), slice(self.front + count, None)
-            self.keys, self.values = (torch.cat([x[:, :, front], x[:, :, rest]], 2) for x in (self.keys, self.values))
+            self.keys, self.values = self.keys[:, :, count:], self.values[:, :, count:]
 
     def drop_newest(self, count: int) -> None:
         if count > 0:
@@ -82,62 +102,71 @@ class EvictedCache(Cache):
     prefill, with the whole prompt.
     """
 
-    def __init__(self, config: PretrainedConfig, policy: Policy):
+    def __init__(self, config: PretrainedConfig, policy: Policy, notes: Notes | None = None):
         stock = DynamicCache(config=config)
         # transformers' layer knows what the architecture needs; only attention layers are replaced.
         super().__init__(layers=[
-            EvictedLayer(layer.sliding_window - 1 if layer.is_sliding else None)
-            if isinstance(layer, DynamicLayer) else layer
-            for layer in stock.layers
+            self._layer(policy, i, layer) if isinstance(layer, DynamicLayer) else layer
+            for i, layer in enumerate(stock.layers)
         ])
-        self.policy = policy
+        self.policy, self.notes = policy, notes or Notes()
         self.length = 0  # positions the cache has seen
         self.prompt_len: int | None = None
         self.committed = 0
         self._saved: list[tuple] = []
+
+    @staticmethod
+    def _layer(policy: Policy, index: int, stock: DynamicLayer) -> EvictedLayer:
+        compressed = not (policy.is_full or stock.is_sliding or index < policy.dense_layers)
+        return EvictedLayer(stock.sliding_window - 1 if stock.is_sliding else None, compressed)
 
     @property
     def attention_layers(self) -> list[EvictedLayer]:
         return [layer for layer in self.layers if isinstance(layer, EvictedLayer)]
 
     @property
+    def recurrent_layers(self) -> list[LinearAttentionCacheLayerMixin]:
+        return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+
+    @property
     def is_recurrent(self) -> bool:
-        return any(not isinstance(layer, EvictedLayer) for layer in self.layers)
+        return bool(self.recurrent_layers)
 
     def positions(self, count: int, device: torch.device | None = None) -> Tensor:
         """[1, count] positions of the next tokens."""
         return torch.arange(self.length, self.length + count, device=device)[None]
 
     def entries(self) -> list[int]:
-        """Entries held, per full-attention layer (a policy touches no other)."""
-        return [layer.get_seq_length() for layer in self.attention_layers if layer.native_window is None]
+        """Entries attended, per layer that the policy compresses."""
+        return [layer.get_seq_length() for layer in self.attention_layers if layer.compressed]
 
     def nbytes(self) -> int:
-        """Bytes of keys and values held by attention layers."""
-        return sum(x.numel() * x.element_size() for y in self.attention_layers for x in (y.keys, y.values))
+        """Bytes of keys and values that attention reads, all layers."""
+        held = [x for y in self.attention_layers for x in (y.keys, y.values, *(y.front or ()))]
+        return sum(x.numel() * x.element_size() for x in held)
 
     def attend(self, layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         slot = self.layers[layer.index]
         q, k, v = query[0], key[0], value[0]
         if self.prompt_len is None:
             out = attend_prompt(self.policy, layer, q, k, v)
-            self._evict_after_prefill(slot, layer, q, k)
+            if slot.compressed:
+                self._first_selection(slot, layer, q, k, v)
             return out[None]
-        front = (k[:, : slot.front], v[:, : slot.front]) if slot.front else None
-        tail = (k[:, slot.front :], v[:, slot.front :])
-        window = self._window(slot)
-        return attend_rows(layer, q, front, tail, slot.tail - q.shape[1], window)[None]
+        return self._attend_new(slot, layer, q, k, v)[None]
 
-    def _evict_after_prefill(self, slot: EvictedLayer, layer: LayerInfo, query: Tensor, key: Tensor) -> None:
-        if slot.native_window is not None or self.policy.is_full:
-            return
+    def _attend_new(self, slot: EvictedLayer, layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Rows after the prompt; `key` and `value` are the layer's tail, the rows' own entries included."""
+        return attend_rows(layer, query, slot.front, (key, value), key.shape[1] - query.shape[1], slot.window)
+
+    def _first_selection(
+        self, slot: EvictedLayer, layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor
+    ) -> None:
         split = self.policy.split(query.shape[1])
-        slot.keep(front_positions(self.policy, split, layer, query, key), split.tail_start)
-
-    def _window(self, slot: EvictedLayer) -> int | None:
-        if slot.native_window is not None:
-            return slot.native_window
-        return self.policy.split(self.prompt_len).sliding
+        scene = Scene(query, key, layer.scaling, layer.index, self.notes)
+        slot.selection = Selection.of(front_positions(self.policy, split, scene), key, value, split)
+        # A copy, so that what was evicted is given back.
+        slot.keys, slot.values = (x[:, :, split.tail_start :].clone() for x in (slot.keys, slot.values))
 
     @torch.no_grad()
     def forward(
@@ -160,10 +189,9 @@ class EvictedCache(Cache):
     def commit(self) -> None:
         """Everything fed so far is final: drop entries that no later row can see, remember recurrent states."""
         for slot in self.attention_layers:
-            window = self._window(slot)
-            if window is not None:
-                slot.drop_oldest(slot.tail - window)
-        self._saved = [_state(layer) for layer in self.layers if not isinstance(layer, EvictedLayer)]
+            if slot.window is not None:
+                slot.drop_oldest(slot.tail - slot.window)
+        self._saved = [_state(layer) for layer in self.recurrent_layers]
         self.committed = self.length
 
     def rollback(self, length: int) -> int:
@@ -174,8 +202,7 @@ class EvictedCache(Cache):
             return self.length
         if self.is_recurrent:
             length = self.committed
-            recurrent = [layer for layer in self.layers if not isinstance(layer, EvictedLayer)]
-            for layer, saved in zip(recurrent, self._saved, strict=True):
+            for layer, saved in zip(self.recurrent_layers, self._saved, strict=True):
                 _restore(layer, saved)
         for slot in self.attention_layers:
             slot.drop_newest(self.length - length)

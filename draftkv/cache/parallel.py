@@ -4,10 +4,13 @@ A row of the batch is laid out as [prompt | response under view 1 | response und
 share the prompt's pass, so V views cost P + V*R rows instead of V*(P + R); each view attends to the prompt and its own
 response only, and `position_ids` restart after the prompt. Gradient flows through kept keys and values, the prompt's
 included; the selection itself is detached.
+
+Rows between two selections are an *epoch*: they share one selected set, so an epoch costs one gather. The later
+selections of a view are scored by queries of earlier rows of the same pass, which is causal.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,15 +18,30 @@ from torch import Tensor
 
 from draftkv.cache.attention import LayerInfo, attend_prompt, attend_rows, front_positions, gather
 from draftkv.cache.policy import Policy
+from draftkv.cache.scorers import Notes, Scene
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows [start, stop) of the sequence axis: one response (or what is known of it) under one policy."""
+    """Rows [start, stop) of the sequence axis: one response (or what is known of it) under one policy.
+
+    Attributes:
+        epochs: rows of the segment, counted from its start, from which on a new selection holds (the first selection
+            aside). None: where the policy's clock is due, as if a draft block started at every row.
+        notes: what scorers remember; an oracle's scores are put here.
+    """
 
     start: int
     stop: int
     policy: Policy
+    epochs: tuple[int, ...] | None = None
+    notes: Notes = field(default_factory=Notes, compare=False)
+
+    def boundaries(self) -> list[int]:
+        """First rows of all epochs, the first one (0) included, and the number of rows."""
+        size = self.stop - self.start
+        later = due_rows(self.policy, size) if self.epochs is None else self.epochs
+        return [0, *(row for row in later if 0 < row < size), size]
 
 
 @dataclass(frozen=True)
@@ -63,22 +81,57 @@ class ParallelView:
         return torch.cat(out, 1)
 
 
+def due_rows(policy: Policy, rows: int) -> list[int]:
+    """Rows of a response at which an `every` trigger is due. Row i is fed x_i, when i + 1 tokens are verified.
+
+    Raises:
+        ValueError: a trigger that looks at the run; `draftkv.cache.offloaded` runs those.
+    """
+    if policy.trigger.kind == "never":
+        return []
+    if policy.trigger.kind != "every":
+        raise ValueError(f"trigger '{policy.trigger.kind}' looks at the run: it has no parallel form")
+    due, verified = [], policy.trigger.next_check(0)
+    while verified - 1 < rows:
+        due.append(verified - 1)
+        verified = policy.trigger.next_check(verified)
+    return due
+
+
 def _attend_segment(
     segment: Segment, prompt_len: int, layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    own = slice(segment.start, segment.stop)
-    split = segment.policy.split(prompt_len)
-    front, low, window = None, 0, split.sliding
-    if layer.window is not None:
-        low, window = max(0, prompt_len - layer.window), layer.window
-    elif not segment.policy.is_full:
-        low = split.tail_start
+    """Rows of one segment, epoch by epoch. Positions count the prompt and the segment's own rows."""
+    policy = segment.policy
+
+    def span(x: Tensor, low: int, high: int) -> Tensor:
+        """Entries [low, high) of the sequence that this segment continues."""
+        if high <= prompt_len:
+            return x[:, low:high]
+        own = x[:, segment.start + max(0, low - prompt_len) : segment.start + max(0, high - prompt_len)]
+        return own if low >= prompt_len else torch.cat([x[:, low : min(high, prompt_len)], own], 1)
+
+    if layer.window is not None or policy.is_full or layer.index < policy.dense_layers:
+        low = 0 if layer.window is None else max(0, prompt_len - layer.window)
+        high = prompt_len + segment.stop - segment.start
+        tail = span(key, low, high), span(value, low, high)
+        return attend_rows(layer, span(query, prompt_len, high), None, tail, prompt_len - low, layer.window)
+    out, bounds = [], segment.boundaries()
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        stored, high = prompt_len + begin, prompt_len + end
+        split = policy.split(prompt_len, stored if begin else None)
+        front = None
         if split.front:
             with torch.no_grad():
-                kept = front_positions(segment.policy, split, layer, query[:, :prompt_len], key[:, :prompt_len])
-            front = (gather(key[:, :prompt_len], kept), gather(value[:, :prompt_len], kept))
-    tail = tuple(torch.cat([x[:, low:prompt_len], x[:, own]], 1) for x in (key, value))
-    return attend_rows(layer, query[:, own], front, tail, prompt_len - low, window)
+                asked = 0 if begin == 0 else max(0, stored - policy.query_rows)
+                recent = span(query, asked, stored)
+                scene = Scene(recent, span(key, 0, stored), layer.scaling, layer.index, segment.notes)
+                kept = front_positions(policy, split, scene, first=begin == 0)
+            front = gather(span(key, 0, stored), kept), gather(span(value, 0, stored), kept)
+        low = split.tail_start
+        tail = span(key, low, high), span(value, low, high)
+        out.append(attend_rows(layer, span(query, stored, high), front, tail, stored - low, split.sliding))
+    return torch.cat(out, 1)
 
 
 def passes(policies: Sequence[Policy], prompt_len: int, shared: bool) -> list[list[Policy]]:
@@ -91,9 +144,12 @@ def passes(policies: Sequence[Policy], prompt_len: int, shared: bool) -> list[li
     return list(groups.values())
 
 
-def single(prompt_len: int, length: int, policy: Policy) -> ParallelView:
+def single(
+    prompt_len: int, length: int, policy: Policy, notes: Notes | None = None, epochs: tuple[int, ...] | None = None
+) -> ParallelView:
     """View of one sequence of `length` tokens under one policy."""
-    segments = (Segment(prompt_len, length, policy),) if length > prompt_len else ()
+    segment = Segment(prompt_len, length, policy, epochs, notes or Notes())
+    segments = (segment,) if length > prompt_len else ()
     return ParallelView((RowLayout(prompt_len, segments),))
 
 

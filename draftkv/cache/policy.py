@@ -12,17 +12,21 @@ Semantics for a prompt of P tokens (P counts every entry cached when decoding be
 
 so a query sees n_sinks + selected + min(sliding, ...) entries and itself. The sliding part takes what the other two
 leave: it equals floor(rho * B) whenever the prompt fills its share, and nothing is dropped before B entries are cached.
+A trigger that selects again when S entries are stored divides the budget with S in the place of P, and selects among
+all of them; where generated entries are kept, it goes on selecting among the prompt's.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from draftkv.cache.scorers import NoScorer, SnapKVScorer
+from draftkv.cache.scorers import NoScorer, Scorer
+from draftkv.cache.triggers import Never, Trigger
 
-Scorer = Annotated[NoScorer | SnapKVScorer, Field(discriminator="kind")]
+# RCR's layout: [selected prefix | the prompt's last entries | every generated entry].
+_RCR = {"window": 32, "generated": "kept"}
 
 # name -> (parts, source). Parts that a preset leaves out keep the defaults of `Policy`.
 PRESETS: dict[str, tuple[dict[str, Any], str]] = {
@@ -42,6 +46,50 @@ PRESETS: dict[str, tuple[dict[str, Any], str]] = {
         {"rho": 0.5, "scorer": {"kind": "snapkv", "block": 16}},
         "RIFT-stat, block level: blocks ranked by the mean of their tokens' scores",
     ),
+    "rift_dyn": (
+        {"rho": 0.5, "scorer": {"kind": "snapkv"}, "trigger": {"kind": "every", "delta": 128}},
+        "RIFT-dyn: the whole stored cache is scored again by recent queries every delta tokens",
+    ),
+    "rift_ada": (
+        {"rho": 0.5, "scorer": {"kind": "snapkv"}, "trigger": {"kind": "adaptive"}},
+        "RIFT-ada: scored again when acceptance, entropy or queries drift past calibrated thresholds",
+    ),
+    "rift_drift": (
+        {"rho": 0.5, "scorer": {"kind": "snapkv"}, "trigger": {"kind": "rate_controlled"}},
+        "RIFT's budget and scorer, RCR's rate controller as trigger",
+    ),
+    "rcr": (
+        {**_RCR, "scorer": {"kind": "lowrank"}, "initial": {"kind": "bacon"}, "trigger": {"kind": "rate_controlled"}},
+        "RCR: drift against a rate-controlled threshold, candidates from a rank-8 detector",
+    ),
+    "fixed_threshold": (
+        {**_RCR, "scorer": {"kind": "lowrank"}, "initial": {"kind": "bacon"}, "trigger": {"kind": "fixed_threshold"}},
+        "RCR's drift, detector and candidates under a constant threshold",
+    ),
+    "exact": (
+        {**_RCR, "scorer": {"kind": "exact"}, "trigger": {"kind": "always"}},
+        "exact scores of every step's own query select for that step",
+    ),
+    "oracle": ({**_RCR, "scorer": {"kind": "oracle"}}, "one selection, by the uncompressed answer's own attention"),
+    "bacon": ({**_RCR, "window": 64, "scorer": {"kind": "bacon"}}, "BACON: SnapKV's score and the last query's excess"),
+    "quest": (
+        {"window": 16, "dense_layers": 2, "scorer": {"kind": "quest"}, "trigger": {"kind": "always"}},
+        "Quest: pages of 16 by an upper bound of the step's logits; layers 0 and 1 stay dense",
+    ),
+    "arkvale": (
+        {"window": 64, "sinks": 64, "dense_layers": 2, "scorer": {"kind": "arkvale"}, "trigger": {"kind": "always"}},
+        "ArkVale: pages of 32 by cuboid digests; two sink pages and two window pages stay, layers 0 and 1 dense",
+    ),
+    "infinigen": (
+        {**_RCR, "scorer": {"kind": "infinigen"}, "trigger": {"kind": "always"}},
+        "InfiniGen: partial columns of rotated queries and keys score every step",
+    ),
+    "refreshkv": (
+        {"rho": 0.5, "scorer": {"kind": "snapkv", "observation": 1, "pool": 7, "pooling": "max", "group": "max"},
+         "trigger": {"kind": "similarity"}},
+        "RefreshKV: layers whose query moved away select again, by the last query's attention",
+    ),
+    "random": ({"rho": 0.5, "scorer": {"kind": "random"}}, "uniformly random prompt entries and a window"),
 }
 
 
@@ -79,9 +127,12 @@ class Policy(BaseModel):
     sinks: int = Field(0, ge=0, description="first prompt entries that are always kept")
     window: int | None = Field(None, ge=0, description="window in entries; overrides rho")
     scorer: Scorer = Field(default_factory=NoScorer, description="which prompt entries are selected")
-    trigger: Literal["never"] = Field("never", description="when to select again")
+    initial: Scorer | None = Field(None, description="scorer of the first selection; null: `scorer`")
+    trigger: Trigger = Field(default_factory=Never, description="when to select again")
     prefill: Literal["full", "windowed"] = Field("full", description="what prompt rows see")
     generated: Literal["sliding", "kept"] = Field("sliding", description="whether generated entries leave the window")
+    dense_layers: int = Field(0, ge=0, description="layers with an index below this keep their full cache")
+    store: Literal["host", "device"] = Field("host", description="where a trigger that selects again keeps everything")
 
     @model_validator(mode="before")
     @classmethod
@@ -94,8 +145,9 @@ class Policy(BaseModel):
         if name != "custom" and name not in PRESETS:
             raise ValueError(f"unknown policy '{name}'; known: {', '.join(PRESETS)}")
         merged = {**PRESETS[name][0], **value} if name != "custom" else dict(value)
-        if isinstance(merged.get("scorer"), str):
-            merged["scorer"] = {"kind": merged["scorer"]}
+        for part in ("scorer", "initial", "trigger"):
+            if isinstance(merged.get(part), str):
+                merged[part] = {"kind": merged[part]}
         return merged
 
     @model_validator(mode="after")
@@ -105,6 +157,8 @@ class Policy(BaseModel):
         if self.budget is None:
             if self.policy != "full":
                 raise ValueError(f"policy '{self.policy}' needs a budget")
+            if self.trigger.kind != "never":
+                raise ValueError(f"policy 'full' keeps everything; trigger '{self.trigger.kind}' has nothing to select")
             return self
         if isinstance(self.budget, float) and not 0 < self.budget < 1:
             raise ValueError(f"budget {self.budget}: a fraction of the prompt is between 0 and 1, entries are whole")
@@ -112,9 +166,32 @@ class Policy(BaseModel):
             raise ValueError(f"budget {self.budget} is smaller than sinks + 1 = {self.kept_sinks + 1}")
         return self
 
+    @model_validator(mode="after")
+    def _check_trigger(self) -> "Policy":
+        if self.reselects and self.scorer.kind == "none":
+            raise ValueError(f"trigger '{self.trigger.kind}' selects again, but scorer 'none' selects nothing")
+        if self.reselects and self.scorer.kind == "oracle":
+            raise ValueError("scorer 'oracle' selects once, from the finished answer: its trigger is 'never'")
+        return self
+
     @property
     def is_full(self) -> bool:
         return self.budget is None
+
+    @property
+    def reselects(self) -> bool:
+        """Whether entries may come back, so that everything has to stay stored somewhere."""
+        return self.trigger.kind != "never"
+
+    @property
+    def first_scorer(self) -> Scorer:
+        """The scorer of the selection made when decoding begins."""
+        return self.initial or self.scorer
+
+    @property
+    def query_rows(self) -> int:
+        """Most recent query rows that any selection reads."""
+        return max(self.scorer.rows, self.first_scorer.rows)
 
     @property
     def kept_sinks(self) -> int:
@@ -128,11 +205,17 @@ class Policy(BaseModel):
             return max(self.kept_sinks + 1, int(self.budget * prompt_len))
         return self.budget
 
-    def split(self, prompt_len: int) -> Split:
-        """Divide the budget for a prompt of `prompt_len` tokens; see the module's docstring for the rule."""
+    def split(self, prompt_len: int, stored: int | None = None) -> Split:
+        """Divide the budget for a prompt of `prompt_len` tokens; see the module's docstring for the rule.
+
+        Args:
+            stored: entries stored at a later selection; None: the first one, when decoding begins.
+        """
         budget = self.entries(prompt_len)
         if budget is None:
             return Split(0, 0, None, 0)
+        if stored is not None and self.generated == "sliding":
+            prompt_len = stored
         window = min(int(self.rho * budget) if self.window is None else self.window, budget - self.kept_sinks)
         sinks = min(self.kept_sinks, prompt_len)
         room = max(0, min(budget - self.kept_sinks - window, prompt_len - sinks - window))
@@ -160,10 +243,20 @@ class Policy(BaseModel):
         words = [self.policy, f"B={self.budget}"]
         if self.scorer.kind != "none" and self.window is None:
             words.append(f"rho={self.rho:g}")
-        for name in ("window", "sinks", "trigger", "prefill", "generated"):
+        for name in ("window", "sinks", "prefill", "generated", "dense_layers"):
             if getattr(self, name) != getattr(default, name):
                 words.append(f"{name}={getattr(self, name)}")
-        given = self.scorer.model_dump()
-        usual = {**type(self.scorer)().model_dump(), **(preset.get("scorer") or {})}
-        words += [f"{k}={v}" for k, v in given.items() if v != usual.get(k)]
+        for part in ("scorer", "initial", "trigger"):
+            words += _differences(getattr(self, part), preset.get(part), prefix=part)
         return " ".join(words)
+
+
+def _differences(part: BaseModel | None, usual: dict[str, Any] | None, prefix: str) -> list[str]:
+    """`key=value` for what a part sets differently from the preset, its kind first; delta is always said."""
+    if part is None:
+        return []
+    kind = (usual or {}).get("kind", "none" if prefix == "scorer" else "never")
+    words = [] if part.kind == kind else [f"{prefix}={part.kind}"]
+    common = {**type(part)().model_dump(), **(usual or {} if part.kind == kind else {})}
+    return words + [f"{k}={v}" for k, v in part.model_dump().items()
+                    if k != "kind" and (v != common.get(k) or k == "delta")]  # fmt: skip

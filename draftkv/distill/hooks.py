@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils import broadcast_object_list, gather_object
 
-from draftkv.acceptance.replay import evaluate
+from draftkv.acceptance.replay import Replay, evaluate
 from draftkv.acceptance.score import append_jsonl, read_acceptance
 from draftkv.cli import progress, say
 from draftkv.models import quiet
@@ -41,10 +41,9 @@ class Evaluation:
         share = list(self.rows[accelerator.process_index :: accelerator.num_processes])
         with progress(f"evaluate at step {step}", len(share)) as advance:
             records = evaluate(
-                self.model, share, settings.policies, settings.draft_length, draft=settings.draft,
-                bf16=settings.precision == "bf16", bootstrap=settings.bootstrap, seed=self.recipe.seed,
-                advance=lambda: advance(""),
-                gather=gather_object if accelerator.num_processes > 1 else lambda x: x, vocab=self.vocab,
+                self.model, share, settings.policies, Replay.of(self.recipe, self.vocab),
+                bootstrap=settings.bootstrap, advance=lambda: advance(""),
+                gather=gather_object if accelerator.num_processes > 1 else lambda x: x,
             )  # fmt: skip
         # Best weights first: a step that has its records is never evaluated again.
         self._keep_best(step, records)

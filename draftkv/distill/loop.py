@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from draftkv.distill import checkpoints
-from draftkv.distill.average import WeightAverage
+from draftkv.distill.anchor import Anchor
 from draftkv.distill.hooks import Evaluation
 from draftkv.distill.schedule import Item, Schedule, learning_rate
 from draftkv.distill.student import Student, Teacher, build_batch, supervised_rows
@@ -55,17 +55,17 @@ class Trainer:
         teacher: the target; stays outside `prepare`, it is never updated.
         evaluate: called with the number of finished steps; remembers the best.
         log: called with one dictionary per step.
-        average: what is evaluated and kept instead of the last weights; registered for checkpointing by the caller.
+        anchor: the initial weights, of which what is evaluated and kept takes a share.
     """
 
     def __init__(
         self, recipe: Recipe, accelerator: Accelerator, student: Student, optimizer: torch.optim.Optimizer,
         teacher: Teacher, schedule: Schedule, evaluate: Evaluation, log: Callable[[dict[str, Any]], None],
-        average: WeightAverage | None = None,
+        anchor: Anchor,
     ):
         self.recipe, self.accelerator, self.student, self.optimizer = recipe, accelerator, student, optimizer
         self.teacher, self.schedule, self.evaluate, self.log = teacher, schedule, evaluate, log
-        self.average, self.progress = average, Progress()
+        self.anchor, self.progress = anchor, Progress()
         self.stop = StopSignal()
         self.shared = accelerator.unwrap_model(student).shared
 
@@ -96,12 +96,8 @@ class Trainer:
                 self._evaluate(step)
         return True
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Within it the drafter carries the weights that are evaluated and exported."""
-        return self.average.applied() if self.average else nullcontext()
-
     def _evaluate(self, step: int) -> None:
-        with self.averaged():
+        with self.anchor.applied():
             self.evaluate(step)
 
     def _due(self, step: int) -> bool:
@@ -128,8 +124,6 @@ class Trainer:
         finite = math.isfinite(float(norm)) and math.isfinite(sums["loss"])
         if finite:
             self.optimizer.step()
-            if self.average:
-                self.average.update()
         self.optimizer.zero_grad(set_to_none=True)
         progress.step += 1
         self._count(items, supervised, finite)

@@ -6,7 +6,7 @@ import torch
 
 from draftkv.acceptance import intervals
 from draftkv.acceptance.live import AcceptanceRule, speculate
-from draftkv.acceptance.replay import replay_row
+from draftkv.acceptance.replay import Replay
 from draftkv.cache.attention import ATTENTION
 from draftkv.cache.policy import Policy
 from draftkv.rehearsal import tiny_model
@@ -62,7 +62,7 @@ def test_replay_expects_what_live_decoding_gets(arch, draft):
         run = speculate(target, drafter, prompt, policy, 3, 20, frozenset(), 1.0, draft, generator)
         row = run.as_row(prompt, "r") | {"temperature": 1.0, "response_logprobs": logprobs(target, prompt, run)}
         live.append((run.blocks, sum(run.accepted) + run.blocks))
-        walk = replay_row(drafter, row, [policy], draft)[0].walk(3)
+        walk = Replay(3, draft).row(drafter, row, [policy])[0].walk(3)
         expected.append((walk.blocks, walk.tokens))
     sides = [intervals.Counts(*map(list, zip(*side, strict=True))) for side in (live, expected)]
     apart = intervals.difference(*sides)

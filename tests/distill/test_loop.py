@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from draftkv.cache.attention import ATTENTION
 from draftkv.distill import schedule as sched
-from draftkv.distill.average import WeightAverage
+from draftkv.distill.anchor import Anchor
 from draftkv.distill.loop import Trainer
 from draftkv.distill.student import Student, Teacher
 from draftkv.errors import RunError
@@ -59,7 +59,7 @@ def trainer(settings, data=None, log=None, drafter_seed=1):
     schedule = sched.Schedule(rows() if data is None else data, settings)
     seen = [] if log is None else log
     return Trainer(settings, accelerator, student, optimizer, Teacher(tiny_model("llama", 0)), schedule,
-                   NoEvaluation(), seen.append)  # fmt: skip
+                   NoEvaluation(), seen.append, Anchor(student.parameters(), settings.train.initial_share))  # fmt: skip
 
 
 def gradients(settings):
@@ -135,17 +135,18 @@ def test_an_identical_drafter_under_the_full_view_has_nothing_to_learn(tmp_path)
     assert log[0]["forward_kl"] == pytest.approx(0, abs=1e-5) and log[0]["alpha"] == pytest.approx(1, abs=1e-4)
 
 
-def test_the_average_is_the_mean_of_all_iterates_and_is_lent_only(tmp_path):
-    made = trainer(recipe(tmp_path))
+def test_what_is_evaluated_lies_between_the_initial_and_the_own_weights(tmp_path):
+    made = trainer(recipe(tmp_path, initial_share=0.25))
     weight = made.student.model.get_decoder().layers[0].self_attn.q_proj.weight
-    made.average = WeightAverage([weight])
-    seen = [weight.detach().clone()]
-    for _ in range(3):
-        made.step()
-        seen.append(weight.detach().clone())
-    with made.averaged():
-        assert torch.allclose(weight, torch.stack(seen).mean(0), atol=1e-6) and not torch.equal(weight, seen[-1])
-    assert torch.equal(weight, seen[-1])
+    initial = weight.detach().clone()
+    with made.anchor.applied():
+        assert torch.equal(weight, initial)
+    made.step()
+    own = weight.detach().clone()
+    assert not torch.equal(own, initial)
+    with made.anchor.applied():
+        assert torch.allclose(weight, 0.25 * initial + 0.75 * own, atol=1e-7) and not torch.equal(weight, own)
+    assert torch.equal(weight, own)
 
 
 def test_a_non_finite_step_is_skipped_and_counted_then_stops_the_run(tmp_path):
