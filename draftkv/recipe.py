@@ -91,14 +91,17 @@ class Rollouts(Section):
 
 
 class View(Section):
-    """A distribution over policies for training: a policy whose `budget` and `rho` may be ranges [low, high]."""
+    """A distribution over policies for training: a policy whose numbers may be ranges [low, high]."""
 
     also_holds: ClassVar[tuple[type[BaseModel], ...]] = (Policy,)
+    ranges: ClassVar[tuple[str, ...]] = ("budget", "rho", "delta", "phase")
 
     weight: float = Field(1.0, gt=0, description="share of the draws, where a row takes fewer views than there are")
     loss_weight: float = Field(1.0, gt=0, description="factor on the loss of rows under this view")
     budget: list[int] | int | float | None = None
     rho: list[float] | float | None = None
+    delta: list[int] | int | None = Field(None, description="of the trigger `every`: tokens between selections")
+    phase: list[int] | int | None = Field(None, description="of the trigger `every`: tokens before the first")
     parts: dict[str, Any] = Field(default_factory=dict, description="the other keys of a policy")
 
     @model_validator(mode="before")
@@ -107,31 +110,38 @@ class View(Section):
         if isinstance(value, str):
             value = {"policy": value}
         if isinstance(value, dict) and "parts" not in value:
-            own = {k: v for k, v in value.items() if k in ("weight", "loss_weight", "budget", "rho")}
+            own = {k: v for k, v in value.items() if k in ("weight", "loss_weight", *cls.ranges)}
             return {**own, "parts": {k: v for k, v in value.items() if k not in own}}
         return value
 
     @model_validator(mode="after")
     def _extremes_are_policies(self) -> "View":
-        for name in ("budget", "rho"):
+        for name in self.ranges:
             given = getattr(self, name)
             if isinstance(given, list) and (len(given) != 2 or given[0] > given[1]):
                 raise ValueError(f"{name} {given}: a range is [low, high]")
         for pick in (0, 1):
-            self.policy({n: v[pick] for n in ("budget", "rho") if isinstance(v := getattr(self, n), list)})
+            extreme = self.policy({n: v[pick] for n in self.ranges if isinstance(v := getattr(self, n), list)})
+            if not extreme.is_parallel:
+                part = extreme.scorer.kind if extreme.scorer.kind == "oracle" else extreme.trigger.kind
+                raise ValueError(f"'{part}' looks at the run, so no training view shows it; triggers: never, every")
         return self
 
     def policy(self, drawn: dict[str, Any]) -> Policy:
         """The policy with ranges replaced by the values in `drawn`."""
-        fixed = {n: v for n in ("budget", "rho") if (v := getattr(self, n)) is not None}
-        return Policy.model_validate({**self.parts, **fixed, **drawn})
+        values = {n: v for n in self.ranges if isinstance(v := getattr(self, n), int | float)} | drawn
+        clock = {n: values.pop(n) for n in ("delta", "phase") if n in values}
+        if not clock:
+            return Policy.model_validate({**self.parts, **values})
+        trigger = self.parts.get("trigger") or {"kind": "every"}
+        return Policy.model_validate({**self.parts, **values, "trigger": {**trigger, **clock}})
 
     def draw(self, rng: random.Random) -> Policy:
         drawn: dict[str, Any] = {}
-        if isinstance(self.budget, list):
-            drawn["budget"] = rng.randint(*self.budget)
-        if isinstance(self.rho, list):
-            drawn["rho"] = rng.uniform(*self.rho)
+        for name in self.ranges:
+            given = getattr(self, name)
+            if isinstance(given, list):
+                drawn[name] = (rng.uniform if name == "rho" else rng.randint)(*given)
         return self.policy(drawn)
 
 
@@ -228,7 +238,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _views_keep_the_full_cache(self) -> "Recipe":
-        if not any(v.policy({}).is_full for v in self.views if not isinstance(v.budget, list)):
+        if not any(v.parts.get("policy") == "full" for v in self.views):
             raise ValueError("views: `full` must be one of them, or full-cache acceptance is lost")
         return self
 

@@ -260,7 +260,8 @@ def _fewer_layers(recipe: Recipe, target: str) -> list[int]:
 
 
 # Lengths in entries, with the least that still does something. Everything else of a policy stays as it is.
-_LEAST = {"sinks": 1, "window": 4, "observation": 4, "block": 4, "pool": 3, "every": 4, "interval": 4}
+_LEAST = {"sinks": 1, "window": 4, "observation": 4, "block": 4, "pool": 3, "delta": 4, "phase": 1, "check": 4,
+          "a_min": 4, "a_max": 8, "stride": 4}  # fmt: skip
 
 
 def _shrink(value: Any, scale: float, key: str = "") -> Any:
@@ -286,12 +287,19 @@ def _parts(policy: Policy, scale: float) -> tuple[dict[str, Any], int]:
 
 
 def _view(view: View, scale: float) -> dict[str, Any]:
-    low = {n: v[0] for n in ("budget", "rho") if isinstance(v := getattr(view, n), list)}
+    low = {n: v[0] for n in view.ranges if isinstance(v := getattr(view, n), list)}
     parts, least = _parts(view.policy(low), scale)
+    plain = {"weight": view.weight, "loss_weight": view.loss_weight, "budget": _budget(view.budget, scale, least)}
     if view.rho is not None:
         parts.pop("rho")
-    budget = _budget(view.budget, scale, least)
-    return {"weight": view.weight, "loss_weight": view.loss_weight, "budget": budget, "rho": view.rho, "parts": parts}
+        plain["rho"] = view.rho
+    for name in ("delta", "phase"):
+        given = getattr(view, name)
+        if given is not None:
+            parts["trigger"].pop(name)
+            least_of = lambda v, name=name: _shrink({name: v}, scale)[name]  # noqa: E731
+            plain[name] = [least_of(v) for v in given] if isinstance(given, list) else least_of(given)
+    return {**plain, "parts": parts}
 
 
 def _policies(policies: list[Policy], scale: float) -> list[dict[str, Any]]:

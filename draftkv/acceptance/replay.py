@@ -63,6 +63,7 @@ class Replay:
         vocab: ids that target and drafter share, the only ones it may draft; None: all rows of its head.
         seed: of the path that is drawn for block triggers above temperature 0.
         measure: record the captured attention mass (every policy then runs on the offloaded executor).
+        executor: makes the cache of a policy that selects again; a subclass may record what its trigger sees.
     """
 
     draft_length: int
@@ -71,6 +72,7 @@ class Replay:
     vocab: int | None = None
     seed: int = 0
     measure: bool = False
+    executor: Callable[..., OffloadedCache] = OffloadedCache
 
     @classmethod
     def of(cls, recipe: Recipe, vocab: int | None, **others: Any) -> "Replay":
@@ -122,7 +124,7 @@ class Replay:
         notes = None
         if policy.scorer.kind == "oracle":
             notes = oracle_notes(model, row["prompt_ids"], row["response_ids"])
-        cache = OffloadedCache(model.config, policy, notes, measure=self.measure)
+        cache = self.executor(model.config, policy, notes, measure=self.measure)
         drawn = None
         if row["temperature"] > 0 and self.draft == "sampled":
             drawn = np.random.default_rng([self.seed, *row["row_id"].encode()])

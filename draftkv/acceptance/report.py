@@ -12,10 +12,13 @@ from typing import Any
 import yaml
 
 from draftkv.acceptance import plots
+from draftkv.acceptance.families import draw_curves, families
 from draftkv.acceptance.page import Block, Bullets, Code, Heading, Paragraph, Picture, Table, write_page
 from draftkv.acceptance.results import Run, Setting, read_run
 from draftkv.acceptance.sweep_report import write_sweep_report
-from draftkv.acceptance.wording import NONE, al_text, change_text, how_to_read, number, retention_text, verdict
+from draftkv.acceptance.wording import (
+    NONE, al_text, change_text, how_to_read, number, refresh_texts, retention_text, verdict,
+)  # fmt: skip
 
 __all__ = ["write_report", "write_sweep_report"]
 
@@ -29,8 +32,8 @@ def write_report(run_dir: str | Path) -> Path:
     run = read_run(run_dir)
     name = (run.recipe or {}).get("name") or run.folder.resolve().name
     blocks: list[Block] = [
-        *_why(run), *_summary(run), *_headline(run), *_pictures(run), *_others(run), *_sizes(run), *how_to_read(),
-        *_sources(run),
+        *_why(run), *_summary(run), *_headline(run), *_pictures(run), *_against(run), *_others(run), *_sizes(run),
+        *how_to_read(), *_sources(run),
     ]
     return write_page(f"Acceptance length of {name}", blocks, run.folder / "report")
 
@@ -97,8 +100,10 @@ def _headline_table(run: Run, setting: Setting) -> Table:
                 for p in run.policies_at(setting) for r in [run.get(setting, p, run.first)]]
         return Table(head, rows)
     extra = run.last not in (run.after, None)
+    again = any("refresh_rate" in r for r in run.records)
     head = ["policy", f"AL before (step {run.first})", f"AL after (step {run.after})", "paired change", "reading",
             "retention before", "retention after"]
+    head += ["refresh rate", "reads per step"] if again else []
     head += [f"AL last (step {run.last})", "last: change"] if extra else []
     rows = []
     for policy in run.policies_at(setting):
@@ -106,8 +111,26 @@ def _headline_table(run: Run, setting: Setting) -> Table:
         change = run.change(setting, policy, run.after)
         row = [policy, al_text(before), al_text(after), change_text(change), verdict(change),
                retention_text(before), retention_text(after)]
+        row += refresh_texts(after) if again else []
         rows.append(row + ([al_text(last), change_text(run.change(setting, policy, run.last))] if extra else []))
     return Table(head, rows)
+
+
+def _against(run: Run) -> list[Block]:
+    """Retention against budget, rho and delta, where the evaluated policies differ in one of them alone."""
+    found = families({p: run.spec(p) for p in run.policies})
+    blocks: list[Block] = [Heading("Against budget, ratio and refresh interval")] if found else []
+    for place, family in enumerate(found, start=1):
+        for setting in run.settings:
+            curves = {f"step {step}": [(v, r) for v, p in family.members.items() if (r := run.get(setting, p, step))]
+                      for step in dict.fromkeys([run.first, run.after]) if step is not None}
+            look = {label: {"color": colour, "marker": marker}
+                    for label, colour, marker in zip(curves, ("#000000", "#0072B2"), "xo", strict=False)}
+            blocks.append(_picture(f"{family.key}_{place}_{setting.slug}",
+                                   draw_curves(curves, look, family.key, setting),
+                                   f"AL and retention against {family.key}, {setting.label}",
+                                   f"{family.name}. Whiskers are 95 % intervals over prompts, moved apart."))
+    return blocks
 
 
 def _picture(name: str, png: bytes | None, alt: str, caption: str) -> Block:

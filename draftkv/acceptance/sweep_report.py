@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from draftkv.acceptance import intervals
+from draftkv.acceptance.families import FIGURES, Family, curves_on, draw_curves, families, is_number
 from draftkv.acceptance.page import Block, Bullets, Heading, Paragraph, Picture, Table, write_page
-from draftkv.acceptance.plots import MARKERS, SPARE_COLOURS, Style, legend, render, styles, whiskers
+from draftkv.acceptance.plots import MARKERS, SPARE_COLOURS, Style, legend, render, styles
 from draftkv.acceptance.results import Record, Run, Setting, paired, read_run
 from draftkv.acceptance.wording import al_text, change_text, how_to_read, retention_text, verdict
 from draftkv.errors import InputError
@@ -61,7 +61,7 @@ def write_sweep_report(points: Sequence[tuple[dict[str, Any], str | Path]], out_
             missing.append([label, f"only step {run.first} was evaluated"])
         else:
             trained.append(Trained(label, {k: keys.get(k) for k in axes}, run))
-    trained.sort(key=lambda t: [(isinstance(v, str | list | dict | None), v if _is_number(v) else str(v))
+    trained.sort(key=lambda t: [(isinstance(v, str | list | dict | None), v if is_number(v) else str(v))
                                 for v in t.axes.values()])
     blocks: list[Block] = [Bullets(_summary(trained, missing), summary=True)]
     for setting in sorted({s for t in trained for s in t.run.settings}):
@@ -81,11 +81,7 @@ def _training_axes(keys: list[dict[str, Any]]) -> list[str]:
 
 
 def _label(axes: dict[str, Any]) -> str:
-    return " ".join(f"{k}={v:g}" if _is_number(v) else f"{k}={v}" for k, v in axes.items()) or "point"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return " ".join(f"{k}={v:g}" if is_number(v) else f"{k}={v}" for k, v in axes.items()) or "point"
 
 
 def _policies(trained: list[Trained]) -> list[str]:
@@ -130,20 +126,19 @@ def _section(trained: list[Trained], setting: Setting) -> list[Block]:
         Heading("Retention", 3),
         Table(head, [[t.label, *[retention_text(t.record(setting, p)) for p in policies]] for t in points]),
     ]
-    for key in ("rho", "budget"):
-        for place, family in enumerate(_families(trained, policies, key), start=1):
-            if key == "rho" and any(k.endswith("rho") for k in points[0].axes):
-                blocks.append(Picture(f"heat_{slug}_{place}", _heat_map(points, setting, family, before),
-                                      f"Acceptance length by training and evaluation rho, {setting.label}",
-                                      f"{_family_name(trained, family, key)}. Numbers are AL with their 95 % interval; "
-                                      "the darkest cell is the highest."))
-            blocks.append(Picture(f"eval_{key}_{slug}_{place}",
-                                  _against_evaluation(points, setting, family, key, before),
-                                  f"AL and retention against the {key} of the evaluation, {setting.label}",
-                                  f"{_family_name(trained, family, key)}. Whiskers are 95 % intervals over prompts, "
-                                  "moved apart."))
+    specs = {p: _spec(trained, p) for p in policies}
+    for place, family in enumerate(families(specs), start=1):
+        if family.key == "rho" and any(k.endswith("rho") for k in points[0].axes):
+            blocks.append(Picture(f"heat_{slug}_{place}", _heat_map(points, setting, family.members, before),
+                                  f"Acceptance length by training and evaluation rho, {setting.label}",
+                                  f"{family.name}. Numbers are AL with their 95 % interval; the darkest cell is the "
+                                  "highest."))
+        blocks.append(Picture(f"eval_{family.key}_{slug}_{place}",
+                              _against_evaluation(points, setting, family, before),
+                              f"AL and retention against the {family.key} of the evaluation, {setting.label}",
+                              f"{family.name}. Whiskers are 95 % intervals over prompts, moved apart."))
     for axis in points[0].axes:
-        values = {t.axes[axis] for t in points if _is_number(t.axes[axis])}
+        values = {t.axes[axis] for t in points if is_number(t.axes[axis])}
         if len(values) > 1:
             png = _against_training(points, setting, policies, axis, before)
             blocks.append(Picture(f"train_{axis}_{slug}", png,
@@ -168,26 +163,6 @@ def _untrained(points: list[Trained], setting: Setting, policies: list[str]) -> 
             return {}
         result[policy] = records[0]
     return result
-
-
-def _families(trained: list[Trained], policies: list[str], key: str) -> list[dict[float, str]]:
-    """Groups of policies that differ in `key` alone, as {value: label}; only groups of two or more values."""
-    groups: dict[str, dict[float, str]] = {}
-    for policy in policies:
-        spec = _spec(trained, policy)
-        value = spec.get(key)
-        # A window of its own overrides rho, and without a scorer rho does not matter.
-        idle = key == "rho" and (spec.get("window") is not None or (spec.get("scorer") or {}).get("kind") == "none")
-        if _is_number(value) and spec.get("budget") is not None and not idle:
-            rest = json.dumps({k: v for k, v in spec.items() if k != key}, sort_keys=True)
-            groups.setdefault(rest, {})[value] = policy
-    return [dict(sorted(g.items())) for g in groups.values() if len(g) > 1]
-
-
-def _family_name(trained: list[Trained], family: dict[float, str], key: str) -> str:
-    spec = _spec(trained, next(iter(family.values())))
-    shared = "budget" if key == "rho" else "rho"
-    return f"Evaluated with {spec.get('policy')}, {shared} {spec.get(shared):g}"
 
 
 def _heat_map(
@@ -216,19 +191,15 @@ def _heat_map(
     return render(draw, 3.4 + 1.35 * len(family), 1.4 + 0.62 * len(rows))
 
 
-FIGURES = (("acceptance length", ("al", "al_low", "al_high")),
-           ("retention", ("retention", "retention_low", "retention_high")))
-
-
 def _against_training(
     points: list[Trained], setting: Setting, policies: list[str], axis: str, before: dict[str, Record]
 ) -> bytes:
     look = styles(policies, lambda p: _spec(points, p).get("policy"))
-    usable = [t for t in points if _is_number(t.axes[axis])]
+    usable = [t for t in points if is_number(t.axes[axis])]
 
     def draw(figure: Figure) -> None:
         for ax, (name, keys) in zip(figure.subplots(1, 2), FIGURES, strict=True):
-            _curves(ax, {p: [(t.axes[axis], r) for t in usable if (r := t.record(setting, p))] for p in policies},
+            curves_on(ax, {p: [(t.axes[axis], r) for t in usable if (r := t.record(setting, p))] for p in policies},
                     keys, look)
             for policy in policies:
                 start = before.get(policy, {}).get(keys[0])
@@ -241,37 +212,12 @@ def _against_training(
 
 
 def _against_evaluation(
-    points: list[Trained], setting: Setting, family: dict[float, str], key: str, before: dict[str, Record]
+    points: list[Trained], setting: Setting, family: Family, before: dict[str, Record]
 ) -> bytes:
+    curves = {t.label: [(v, r) for v, p in family.members.items() if (r := t.record(setting, p))] for t in points}
     look: Style = {t.label: {"color": POINT_COLOURS[i % len(POINT_COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
                    for i, t in enumerate(points)}
-    curves = {t.label: [(v, r) for v, p in family.items() if (r := t.record(setting, p))] for t in points}
     if before:
         look["before training"] = {"color": "#000000", "marker": "x"}
-        curves["before training"] = [(v, before[p]) for v, p in family.items()]
-
-    def draw(figure: Figure) -> None:
-        for ax, (name, keys) in zip(figure.subplots(1, 2), FIGURES, strict=True):
-            _curves(ax, curves, keys, look)
-            ax.set(xlabel=f"{key} (evaluation)", title=f"{setting.label}: {name}", ylabel=name, ylim=(0, None))
-        legend(figure, look)
-
-    return render(draw, 11, 3.9 + 0.25 * len(look))
-
-
-def _curves(ax: Axes, curves: dict[str, list[tuple[float, Record]]], keys: tuple[str, str, str], look: Style) -> None:
-    """One curve a label, with whiskers; a curve is joined when it has one point at each place."""
-    places = sorted({x for found in curves.values() for x, _ in found})
-    if not places:
-        return
-    apart = 0.012 * (places[-1] - places[0])  # curves are moved sideways a little, or their whiskers would coincide
-    for index, (label, found) in enumerate(curves.items()):
-        found = sorted(((x, r) for x, r in found if r.get(keys[0]) is not None), key=lambda f: f[0])
-        if not found:
-            continue
-        shift = apart * (index - (len(curves) - 1) / 2)
-        records = [r for _, r in found]
-        joined = "-" if len({x for x, _ in found}) == len(found) else "none"
-        ax.errorbar([x + shift for x, _ in found], [r[keys[0]] for r in records], yerr=whiskers(records, keys),
-                    capsize=2.5, elinewidth=1, linestyle=joined, linewidth=1.6, markersize=5, **look[label])
-    ax.set_xticks(places, [f"{x:g}" for x in places])
+        curves["before training"] = [(v, before[p]) for v, p in family.members.items()]
+    return draw_curves(curves, look, f"{family.key} (evaluation)", setting)

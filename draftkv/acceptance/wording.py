@@ -40,6 +40,12 @@ def retention_text(record: Record | None) -> str:
     return f"{value} % [{low}, {high}]"
 
 
+def refresh_texts(record: Record | None) -> list[str]:
+    """Share of layer-steps that selected again, in per cent, and vectors read for it per step and KV head."""
+    rate = (record or {}).get("refresh_rate")
+    return [NONE if rate is None else f"{100 * rate:.1f} %", number((record or {}).get("reads_per_step"), 1)]
+
+
 def verdict(change: Interval | None) -> str:
     """What the interval of a paired change allows to say."""
     if change is None or change.value is None:
@@ -73,6 +79,9 @@ def how_to_read() -> list[Block]:
             "the same draws of prompts. They speak of other prompts like these, not of another training run.",
             "A change is called higher or lower when its interval leaves out 0, else no clear change. Each comparison "
             "stands alone: among many, about one in twenty looks clear by chance.",
+            "Refresh rate: share of layer-steps (one per compressed layer and decoded token) at which a layer selected "
+            "again; reads: key and value vectors read from the full store for it, per step and KV head. Where triggers "
+            "ask at block starts and drafts are sampled, one path of blocks is drawn per response.",
             "Unusable rows hold no complete block (too short, or cut off at once) and are left out of every average.",
         ]),
     ]

@@ -134,7 +134,7 @@ class OffloadedCache(EvictedCache):
 
     @property
     def moved_bytes(self) -> dict[str, int]:
-        """Bytes that crossed between the device and a store on the host, by direction."""
+        """Bytes that crossed between the device and a store on the host since decoding began, by direction."""
         stores = [layer.store for layer in self.stored_layers.values()]
         return {"to_host": sum(s.bytes_in for s in stores), "to_device": int(sum(s.bytes_out for s in stores))}
 
@@ -156,6 +156,8 @@ class OffloadedCache(EvictedCache):
         return torch.cat(rows[-keep:] if keep else rows)
 
     def _begin(self, device: torch.device) -> None:
+        for layer in self.stored_layers.values():
+            layer.store.bytes_in = 0  # the prompt's own copy is no cost of decoding
         self.tau = torch.tensor(float(getattr(self.policy.trigger, "tau", 0.0)), device=device)
         self._history = [self._state()]
         self._summaries = {i: self._summary(layer) for i, layer in self.stored_layers.items()}

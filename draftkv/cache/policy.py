@@ -144,10 +144,14 @@ class Policy(BaseModel):
         name = value.get("policy", "custom")
         if name != "custom" and name not in PRESETS:
             raise ValueError(f"unknown policy '{name}'; known: {', '.join(PRESETS)}")
-        merged = {**PRESETS[name][0], **value} if name != "custom" else dict(value)
+        preset = PRESETS[name][0] if name != "custom" else {}
+        merged = {**preset, **value}
         for part in ("scorer", "initial", "trigger"):
-            if isinstance(merged.get(part), str):
-                merged[part] = {"kind": merged[part]}
+            given = merged.get(part)
+            if isinstance(given, str):
+                merged[part] = {"kind": given}
+            elif isinstance(given, dict) and "kind" not in given:  # an override of some of the preset's own keys
+                merged[part] = {**preset.get(part, {}), **given}
         return merged
 
     @model_validator(mode="after")
@@ -182,6 +186,11 @@ class Policy(BaseModel):
     def reselects(self) -> bool:
         """Whether entries may come back, so that everything has to stay stored somewhere."""
         return self.trigger.kind != "never"
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether one teacher-forced forward shows it: selections depend on nothing but positions and the prompt."""
+        return self.trigger.kind in ("never", "every") and self.scorer.kind != "oracle"
 
     @property
     def first_scorer(self) -> Scorer:

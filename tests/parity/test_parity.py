@@ -3,8 +3,20 @@
 import pytest
 import torch
 from matrix import (
-    ARCHITECTURES, HYBRIDS, ONE_SHOT, PROMPT, RESPONSE, TOLERANCE, cached_logits, fresh, model, notes_for,
-    parallel_logits, policy, related_drafter, tokens,
+    ARCHITECTURES,
+    HYBRIDS,
+    ONE_SHOT,
+    PROMPT,
+    RESPONSE,
+    TOLERANCE,
+    cached_logits,
+    fresh,
+    model,
+    notes_for,
+    parallel_logits,
+    policy,
+    related_drafter,
+    tokens,
 )  # fmt: skip
 
 from draftkv.acceptance.live import speculate
@@ -16,6 +28,7 @@ from draftkv.cache.oracle import oracle_notes
 from draftkv.cache.parallel import lay_out, predicting_rows, single
 from draftkv.cache.policy import PRESETS, Policy
 from draftkv.rehearsal import tiny_model
+
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", [*ONE_SHOT, "oracle"])

@@ -3,8 +3,20 @@
 import pytest
 import torch
 from matrix import (
-    ARCHITECTURES, LATER, ONE_SHOT, PROMPT, RESPONSE, TOLERANCE, Recording, cached_logits, literal_logits, model,
-    notes_for, parallel_logits, policy, tokens,
+    ARCHITECTURES,
+    LATER,
+    ONE_SHOT,
+    PROMPT,
+    RESPONSE,
+    TOLERANCE,
+    Recording,
+    cached_logits,
+    literal_logits,
+    model,
+    notes_for,
+    parallel_logits,
+    policy,
+    tokens,
 )  # fmt: skip
 
 from draftkv.cache.offloaded import OffloadedCache
