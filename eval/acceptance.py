@@ -46,15 +46,19 @@ def main(args: argparse.Namespace) -> None:
 
 
 def table(recipe: Recipe, records: list[dict]) -> Table:
+    from draftkv.acceptance.wording import refresh_texts
+
     result = Table(title=f"acceptance length, draft length {recipe.eval.draft_length}, 95 % intervals over prompts")
-    for column in ("T", "cache", "AL", "macro", "retention", "prompts", "blocks", "tie rate"):
+    again = any("refresh_rate" in r for r in records)
+    extra = ("refresh rate", "reads per step") if again else ()
+    for column in ("T", "cache", "AL", "macro", "retention", "prompts", "blocks", "tie rate", *extra):
         result.add_column(column)
     for r in records:
         kept = "" if r["retention"] is None else f"{r['retention']:.1%}"
         al = "-" if r["al"] is None else f"{r['al']:.3f} [{r['al_low']:.3f}, {r['al_high']:.3f}]"
         macro = "-" if r["al_macro"] is None else f"{r['al_macro']:.3f}"
         result.add_row(f"{r['temperature']:g}", r["policy"], al, macro, kept, str(r["prompts"]),
-                       f"{r['blocks']:.0f}", f"{r['tie_rate']:.2%}")  # fmt: skip
+                       f"{r['blocks']:.0f}", f"{r['tie_rate']:.2%}", *(refresh_texts(r) if again else ()))  # fmt: skip
     return result
 
 

@@ -1,9 +1,12 @@
-"""Calibrated thresholds: the search on simulated triggers, the split that may be used, and whole runs on tiny models."""
+"""Calibrated thresholds: the search on simulated triggers, the split that may be used, whole runs on tiny models."""
 
+import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from helpers import call, write_recipe
 
@@ -134,9 +137,6 @@ def model():
 @pytest.fixture(scope="module")
 def replayed(model):
     """A drafter that is right about three times of four, and rows of the model's own text with some tokens changed."""
-    import torch
-
-    model.set_attn_implementation(ATTENTION)
     rng, rows = np.random.default_rng(0), []
     for i in range(3):
         prompt = rng.integers(3, 500, 40).tolist()
@@ -147,29 +147,31 @@ def replayed(model):
             response[at] = int(rng.integers(3, 500))
         rows.append({"row_id": str(i), "prompt_ids": prompt, "response_ids": response, "temperature": 0.0,
                      "response_logprobs": [-1.0] * 40, "finish_reason": "length"})  # fmt: skip
+    model.set_attn_implementation(ATTENTION)
     how = Replay(3)
     return rows, how, full_counts(model, rows, how)
+
+
+class Counting(OffloadedCache):
+    """Counts the checks of a block trigger and those that fired, over all of its instances."""
+
+    asked = fired = 0
+
+    def refresh(self, verified):
+        done = super().refresh(verified)
+        Counting.fired, Counting.asked = Counting.fired + done, Counting.asked + 1
+        return done
 
 
 def test_rates_count_checks_and_layer_steps(model, replayed):
     """Against the checks and layer-steps of an executor that records nothing."""
     rows, how, full = replayed
     trial = try_threshold(model, rows, how, ADA, KNOBS["drift"], 1e-9, full, bootstrap=100)
-    fired, asked = 0, 0
-
-    class Counting(OffloadedCache):
-        def refresh(self, verified):
-            nonlocal fired, asked
-            done = super().refresh(verified)
-            fired, asked = fired + done, asked + 1
-            return done
-
-    from dataclasses import replace
-
+    Counting.asked = Counting.fired = 0
     plain = [replace(how, executor=Counting).row(model, row, [trial.policy])[0] for row in rows]
-    assert trial.rate.value == fired / asked == 1.0 and trial.asked == asked, "check = a_min: every check may fire"
+    assert trial.rate.value == Counting.fired / Counting.asked == 1.0, "check = a_min: every check may fire"
+    assert trial.asked == len(trial.values) == Counting.asked and (trial.values > 0).all()
     assert trial.per_100 == pytest.approx(100 * sum(f.cost.refreshes for f in plain) / sum(f.cost.steps for f in plain))
-    assert len(trial.values) == asked and (trial.values > 0).all()
     never = try_threshold(model, rows, how, ADA, KNOBS["drift"], 3.0, full, bootstrap=100)
     assert 0 < never.rate.value < 0.3, "a_max alone"
 
@@ -183,7 +185,8 @@ def test_rates_count_checks_and_layer_steps(model, replayed):
 
 
 @pytest.mark.parametrize("policy,signal,target", [
-    (ADA, "drift", 0.5), (ADA, "entropy", 0.5), (ADA, "al", 0.5), (FIXED, None, 0.4)], ids=str)  # fmt: skip
+    (ADA, "drift", 0.5), (ADA, "entropy", 0.5), (ADA, "al", 0.5), (FIXED, None, 0.4)],
+    ids=["drift", "entropy", "al", "tau"])  # fmt: skip
 def test_a_calibrated_fragment_reproduces_its_rate(model, replayed, policy, signal, target):
     rows, how, full = replayed
     knob = knob_of(policy, signal)
@@ -199,8 +202,6 @@ def test_a_calibrated_fragment_reproduces_its_rate(model, replayed, policy, sign
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """A recipe with its rollouts, on prompts that are disjoint, and its overrides."""
-    import json
-
     folder = tmp_path_factory.mktemp("calibrate")
     recipe = write_recipe(folder)
     other = folder / "held_out.jsonl"
