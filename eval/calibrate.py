@@ -163,6 +163,8 @@ def keep(recipe: Recipe, name: str, rows: list[dict], knob: "Knob", goal: "Goal"
     if result.bracket:
         ends = " and ".join(f"{goal.value(t):.3f} at {t.threshold:g}" for t in result.bracket)
         remarks.append(f"bracket: {ends}")
+    if goal.kind == "refresh_rate" and abs(goal.value(best) - goal.target) > 0.05:
+        remarks.append("far from its target: the rate jumps within the bracket, or more rows are needed to tell")
     text = fragment(best.policy, remarks)
     write_atomic(out, text)
     cli.say(text.rstrip())

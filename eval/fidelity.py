@@ -1,9 +1,9 @@
 """Fidelity: what one model writes under each cache policy, against its own uncompressed greedy output.
 
-    python eval/fidelity.py RECIPE [key.sub=value ...] [--model M] [--prompts N] [--max-new-tokens N] [--together N] [--plan]
+    python eval/fidelity.py RECIPE [key.sub=value ...] [--prompts N] [--max-new-tokens N] [--together N] [--plan]
 
 This is the evaluation of "Drift Says When, Budget Says How Much" (RCR): the recipe's target, text or vision-language,
-answers the held-out prompts under `eval.policies`. Records go to RUN/fidelity.jsonl, and what is there is not generated
+answers the held-out prompts under `eval.policies`, or --model does in the target's place. Records go to RUN/fidelity.jsonl, and what is there is not generated
 again, so a run that was stopped goes on; tables and a picture go to RUN/report/fidelity.md and fidelity.png.
 """
 

@@ -48,6 +48,7 @@ class Results:
         fidelity: [N, P] ROUGE-L F1 against the uncompressed output.
         drift: [N] mean exact attention mass on evicted entries under the reference policy.
         lengths: [N] tokens of the uncompressed output.
+        names: [P] what tables call the policies.
     """
 
     def __init__(self, policies: Sequence[Policy], records: list[list[Record]], bootstrap: int = 2000, seed: int = 0):
@@ -56,6 +57,9 @@ class Results:
         self.fidelity = np.array([[r["rouge_l"] for r in row] for row in records]).reshape(len(records), -1)
         self.drift = np.array([row[self.reference]["evicted"] for row in records], dtype=float)
         self.lengths = np.array([row[0]["tokens"] for row in records], dtype=float)
+        presets = [p.policy for p in self.policies]
+        # Labels are long; a preset that is listed once is known by its name.
+        self.names = [p.policy if presets.count(p.policy) == 1 else p.label for p in self.policies]
 
     def __len__(self) -> int:
         return len(self.records)
@@ -85,8 +89,8 @@ def sheets(results: Results) -> list[Sheet]:
 def show(interval: Interval, sign: str = "") -> str:
     if interval.value is None:
         return "-"
-    ends = "" if interval.low is None or interval.is_point else f" [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"
-    return f"{interval.value:{sign}.3f}{ends}"
+    value, low, high = (None if x is None else f"{x:{sign}.3f}" for x in (interval.value, interval.low, interval.high))
+    return value if low is None or interval.is_point else f"{value} [{low}, {high}]"
 
 
 def percent(value: float | None) -> str:
@@ -94,14 +98,14 @@ def percent(value: float | None) -> str:
 
 
 def _main(results: Results) -> Sheet:
-    base = results.policies[results.reference].label
+    base = results.names[results.reference]
     header = ["cache", "ROUGE-L F1", f"minus {base}", "refreshed", "reads / step", "seen drift", "tokens"]
     sheet = Sheet(f"fidelity to the uncompressed output, {len(results)} samples, 95 % intervals over samples", header)
     for index, policy in enumerate(results.policies):
         records = results.of(index)
         seen = [r["drift"] for r in records if r["drift"] is not None]
         sheet.rows.append([
-            policy.label, show(results.average(index)) if index else "1 (itself)",
+            results.names[index], show(results.average(index)) if index else "1 (itself)",
             "" if index in (0, results.reference) else show(results.change(index), "+"),
             percent(stats.refresh_rate(records)) if policy.reselects else "0",
             f"{np.mean([r['reads'] for r in records]):.1f}" if policy.reselects else "0",
@@ -113,8 +117,9 @@ def _main(results: Results) -> Sheet:
         f"{results.lengths.mean():.0f} tokens ({results.lengths.min():.0f} to {results.lengths.max():.0f}), "
         f"{percent(np.mean([r['finished'] for r in full]))} ended by themselves, "
         f"{percent(np.mean([r['repeat_8'] for r in full]))} of their 8-grams are repeats. "
-        f"Evicted mass under {base}: {results.drift.mean():.3f}. refreshed: share of layer-steps; reads / step: key and "
-        "value vectors from the full store per decode step, layer and KV head; seen drift: what the trigger's detector saw."
+        f"Evicted mass under {base}: {results.drift.mean():.3f}. refreshed: share of layer-steps; reads / step: key "
+        "and value vectors from the full store per decode step, layer and KV head; seen drift: what the trigger's "
+        "detector saw."
     )
     return sheet
 
@@ -126,13 +131,13 @@ def _terciles(results: Results) -> Sheet | None:
     names = [f"{name} drift ({results.drift[part].mean():.3f}, n={len(part)})"
              for name, part in zip(("low", "middle", "high"), parts, strict=True)]  # fmt: skip
     sheet = Sheet("fidelity and refreshed share by drift tercile", ["cache", *names])
-    sheet.note = f"Drift of a sample: mean attention mass on evicted entries, {results.policies[results.reference].label}."
+    sheet.note = f"Drift of a sample: mean attention mass on evicted entries under {results.names[results.reference]}."
     for index, policy in enumerate(results.policies[1:], 1):
         cells = []
         for part in parts:
             rate = f", {percent(stats.refresh_rate(results.of(index, part)))}" if policy.reselects else ""
             cells.append(f"{results.fidelity[part, index].mean():.3f}{rate}")
-        sheet.rows.append([policy.label, *cells])
+        sheet.rows.append([results.names[index], *cells])
     return sheet
 
 
@@ -147,7 +152,7 @@ def _correlations(results: Results) -> Sheet:
         gap = results.fidelity[:, after] - results.fidelity[:, before]
         drift, length = (stats.correlation(gap, other, results.bootstrap, results.seed)
                          for other in (results.drift, results.lengths))  # fmt: skip
-        label = f"{results.policies[after].label} - {results.policies[before].label}"
+        label = f"{results.names[after]} - {results.names[before]}"
         sheet.rows.append([label, f"{gap.mean():+.3f}", show(drift, "+"), show(length, "+")])
     return sheet
 
@@ -158,18 +163,19 @@ def _steps(results: Results) -> list[int]:
 
 def _overshoot(results: Results) -> Sheet:
     cuts = _steps(results)
-    sheet = Sheet("refreshed share of layer-steps, outputs cut after so many steps", ["cache", "target", *map(str, cuts)])
+    title = "refreshed share of layer-steps, outputs cut after so many steps"
+    sheet = Sheet(title, ["cache", "target", *map(str, cuts)])
     for index, policy in enumerate(results.policies):
         if policy.reselects:
             target = f"{policy.trigger.rate:.0%}" if policy.trigger.kind == "rate_controlled" else "-"
             rates = [percent(stats.refresh_rate(results.of(index), cut)) for cut in cuts]
-            sheet.rows.append([policy.label, target, *rates])
+            sheet.rows.append([results.names[index], target, *rates])
     return sheet
 
 
 def picture(results: Results) -> bytes:
     """PNG: fidelity per policy with intervals, and refreshed share against output length."""
-    labels = [p.label for p in results.policies]
+    labels = results.names
     look = styles(labels, dict(zip(labels, (p.policy for p in results.policies), strict=True)).get)
     moving = [i for i, p in enumerate(results.policies) if p.trigger.level == "step" and p.trigger.kind != "always"]
 
@@ -206,7 +212,9 @@ def picture(results: Results) -> bytes:
 def write(results: Results, folder: Path) -> list[Sheet]:
     """Write FOLDER/fidelity.md and FOLDER/fidelity.png; returns the tables."""
     found = sheets(results)
-    text = "\n".join(["# Fidelity", "", "![fidelity by policy](fidelity.png)", "", *(s.markdown() for s in found)])
+    listed = [f"- {name}: `{policy.label}`" for name, policy in zip(results.names, results.policies, strict=True)]
+    text = "\n".join(["# Fidelity", "", "![fidelity by policy](fidelity.png)", "", *(s.markdown() for s in found),
+                      "## The caches", "", *listed, ""])  # fmt: skip
     write_atomic(folder / "fidelity.md", text)
     draft = folder / f".fidelity.png.{os.getpid()}"
     draft.write_bytes(picture(results))

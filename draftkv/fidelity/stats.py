@@ -105,9 +105,9 @@ def refresh_rate(records: Sequence[dict], first: int | None = None) -> float | N
 
 
 def cuts(longest: int) -> list[int]:
-    """16, 32, 64, ... decode steps, up to the longest output, which comes last."""
+    """4, 8, 16, ... decode steps, up to the longest output, which comes last."""
     result = []
-    step = 16
+    step = 4
     while step < longest:
         result.append(step)
         step *= 2

@@ -99,9 +99,7 @@ def samples_of(subject: Subject, recipe: Recipe, limit: int | None) -> tuple[int
             raise InputError(f"{source.source}: it has no rows")
         return len(rows), (_image_sample(subject, longest, *row) for row in rows)
     found = load_prompts(source.model_copy(update={"limit": limit}), subject.tokenizer, longest, "eval").prompts
-    return len(found), (
-        Sample(p.row_id, _key(subject, p.prompt_ids), p.prompt_ids, subject.model) for p in found
-    )
+    return len(found), (Sample(p.row_id, _key(subject, p.prompt_ids), p.prompt_ids, subject.model) for p in found)
 
 
 def _image_rows(source: PromptSource, subject: Subject, longest: int, limit: int | None) -> Iterator[tuple]:

@@ -5,6 +5,7 @@ once per image. Positions are explicit everywhere, as the project asks: Qwen's i
 positions in the cache (0, 1, 2, ...) are translated into them here, and the caches need not know.
 """
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -52,14 +53,15 @@ def load_vision(model_id: str, revision: str | None, dtype: str) -> tuple[PreTra
     """A vision-language model in eval mode, its language model on the cache-policy attention, and its processor.
 
     Raises:
-        InputError: it cannot be loaded, weights are missing from its files, or it has no chat template.
+        InputError: it cannot be loaded, weights are missing from its files, it has no chat template, or its processor
+            needs a package that is not installed.
     """
+    if models.load_config(model_id, revision).model_type.startswith("qwen") and not find_spec("torchvision"):
+        raise InputError(f"{model_id}: its processor needs the package torchvision, of the same build as torch")
     processor = models._load(AutoProcessor, model_id, revision)
     if not processor.chat_template:
         raise InputError(f"{model_id}: its processor has no chat template, so there is no way to place the image")
-    model, info = models._load(
-        AutoModelForImageTextToText, model_id, revision, dtype=dtype, output_loading_info=True
-    )
+    model, info = models._load(AutoModelForImageTextToText, model_id, revision, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
         raise InputError(f"{model_id}: the weight files lack {len(info['missing_keys'])} tensors,"
                          f" such as {min(info['missing_keys'])}; they would be random")  # fmt: skip
@@ -121,10 +123,10 @@ class ImagePrompt:
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
         """One forward; `position_ids` [rows, n] are positions in the cache."""
-        places = self._places(position_ids)
+        kwargs = {"input_ids": input_ids, "position_ids": self._places(position_ids), **kwargs}
         if int(position_ids[0, 0]) == 0:
-            return self.core(input_ids=input_ids, position_ids=places, mm_encoder_outputs={"image": self.image}, **kwargs)
-        return self.core.language_model(input_ids=input_ids, position_ids=places, **kwargs)
+            return self.core(mm_encoder_outputs={"image": self.image}, **kwargs)
+        return self.core.language_model(**kwargs)
 
     def _places(self, position_ids: Tensor) -> Tensor:
         """What rotary embeddings are computed from: [rows, n] as given, or [3, rows, n] coordinates."""
