@@ -215,7 +215,7 @@ class Eval(Section):
 class Export(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     checkpoint: Literal["best", "last"] = "best"
-    native_window: bool = Field(False, description="also write layer_types / sliding_window for serving engines")
+    native_window: bool = Field(False, description="also export with a sliding window for serving engines")
 
 
 class Recipe(Section):

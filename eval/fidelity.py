@@ -3,8 +3,9 @@
     python eval/fidelity.py RECIPE [key.sub=value ...] [--prompts N] [--max-new-tokens N] [--together N] [--plan]
 
 This is the evaluation of "Drift Says When, Budget Says How Much" (RCR): the recipe's target, text or vision-language,
-answers the held-out prompts under `eval.policies`, or --model does in the target's place. Records go to RUN/fidelity.jsonl, and what is there is not generated
-again, so a run that was stopped goes on; tables and a picture go to RUN/report/fidelity.md and fidelity.png.
+answers the held-out prompts under `eval.policies` (--model: another model does). Records go to RUN/fidelity.jsonl, and
+what is there is not generated again, so a run that was stopped goes on; tables and a picture go to
+RUN/report/fidelity.md and fidelity.png.
 """
 
 import argparse

@@ -155,7 +155,7 @@ def conclude(recipe: Recipe) -> None:
     from draftkv.distill.export import export_run
     from draftkv.sweep import recipe_hash
 
-    say(f"exported to {export_run(recipe)}")
+    say(f"exported to {', '.join(map(str, export_run(recipe)))}")
     say(f"report: {write_report(recipe.run_dir)}")
     rundir.write_atomic(recipe.run_dir / "done.json", json.dumps({"recipe_hash": recipe_hash(recipe)}))
 

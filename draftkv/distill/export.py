@@ -22,19 +22,24 @@ from draftkv.models import load_config, load_model, load_tokenizer, quiet
 from draftkv.recipe import Recipe
 
 
-def export_run(recipe: Recipe) -> Path:
-    """Export the run's best (or last) weights to RUN/export.
+def export_run(recipe: Recipe) -> list[Path]:
+    """Export the run's best (or last) weights to RUN/export, and with `export.native_window` also, with a window in
+    its configuration, to RUN/export-native-window (which replay cannot evaluate: nothing is left to compress).
 
     Raises:
         InputError: nothing to export yet, or a native window that cannot be honoured.
         RunError: what was written does not give the same logits when it is loaded again.
     """
     source, step = _source(recipe)
-    policy = recipe.eval.policies[recipe.eval.select]
-    native = recipe.export.native_window
-    if native:
-        check_native_window(load_config(str(source)).model_type, policy)
-    final, draft = recipe.run_dir / "export", recipe.run_dir / ".export"
+    if not recipe.export.native_window:
+        return [_write(recipe, source, step, recipe.run_dir / "export", native=False)]
+    check_native_window(load_config(str(source)).model_type, recipe.eval.policies[recipe.eval.select])
+    folders = {"export": False, "export-native-window": True}
+    return [_write(recipe, source, step, recipe.run_dir / name, native) for name, native in folders.items()]
+
+
+def _write(recipe: Recipe, source: Path, step: int, final: Path, native: bool) -> Path:
+    policy, draft = recipe.eval.policies[recipe.eval.select], final.with_name(f".{final.name}")
     shutil.rmtree(draft, ignore_errors=True)
     # Loaded in the export's dtype, not converted: `model.to` would round the rotary frequencies too.
     model = load_model(str(source), None, recipe.export.dtype)

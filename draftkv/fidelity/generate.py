@@ -96,8 +96,8 @@ class _Run:
             self.cache.refresh(len(self.ids))
 
     def result(self) -> Generation:
-        finished, cost, evicted, drift, reads = self.ids[-1] in self.stops, None, None, None, 0.0
-        layers = len(self.cache.entries())
+        evicted = drift = None
+        reads = 0.0
         if isinstance(self.cache, OffloadedCache):
             cost = self.cache.cost.settled()
             reads = cost.reads_per_step
@@ -107,7 +107,8 @@ class _Run:
                 evicted = 1 - sum(shares) / len(shares) if shares else 0.0
         totals = [float(total) for total in self.totals]
         steps = [round(after - before) for before, after in zip(totals, totals[1:], strict=False)]
-        return Generation(self.ids, finished, layers, steps, reads, drift, evicted)
+        finished = self.ids[-1] in self.stops
+        return Generation(self.ids, finished, len(self.cache.entries()), steps, reads, drift, evicted)
 
 
 class _SideBySide(Cache):

@@ -40,7 +40,7 @@ def bound(request) -> tuple[ImagePrompt, list[int]]:
     kinds = {"mm_token_type_ids": (inputs["input_ids"] == IMAGE_TOKEN).int()} if "qwen" in request.param else {}
     stock = model.generate(**inputs, **kinds, max_new_tokens=NEW, do_sample=False)
     prompt = ImagePrompt(attach(model), inputs)
-    assert prompt.prompt_ids.count(IMAGE_TOKEN) > 30
+    assert prompt.prompt_ids.count(IMAGE_TOKEN) > 20
     return prompt, stock[0, inputs["input_ids"].shape[1] :].tolist()
 
 
