@@ -12,13 +12,11 @@ import argparse
 
 from draftkv import cli
 from draftkv.errors import InputError
+from draftkv.fidelity.policies import check_policies, reference_of
 from draftkv.recipe import Recipe, load_recipe
 
 
 def main(args: argparse.Namespace) -> None:
-    from draftkv.fidelity.generate import check_policies
-    from draftkv.fidelity.records import Ledger, measure, reference_of
-
     recipe = recipe_without_drafter(args)
     for option, value in (("--prompts", args.prompts), ("--max-new-tokens", args.max_new_tokens),
                           ("--together", args.together)):  # fmt: skip
@@ -32,6 +30,7 @@ def main(args: argparse.Namespace) -> None:
         return plan(recipe, name, reference.label, args)
     import torch
 
+    from draftkv.fidelity.records import Ledger, measure
     from draftkv.fidelity.report import Results, write
     from draftkv.fidelity.stats import rouge_scorer
     from draftkv.fidelity.subject import load_subject, preflight, samples_of

@@ -121,7 +121,8 @@ class _RecordingClock(Clock):
 
 class _RecordingCache(OffloadedCache):
     def __init__(self, *args: Any, log: _Log, signal: str | None, **others: Any):
-        super().__init__(*args, **others)
+        # The host reads every drift anyway; branching on it gives the same result and selects only where it fired.
+        super().__init__(*args, branching=True, **others)
         self.log = log
         if signal is not None:
             self.clock = _RecordingClock(self.policy.trigger, signal, log)

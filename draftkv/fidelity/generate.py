@@ -22,7 +22,6 @@ from draftkv.cache.evicted import EvictedCache
 from draftkv.cache.offloaded import OffloadedCache, cache_for
 from draftkv.cache.policy import Policy
 from draftkv.cache.scorers import Notes
-from draftkv.errors import InputError
 from draftkv.teacher.signals import head_logits
 
 
@@ -51,19 +50,6 @@ class Generation:
     @property
     def steps(self) -> int:
         return len(self.ids) - 1
-
-
-def check_policies(policies: Sequence[Policy]) -> None:
-    """Raises: InputError for a trigger that looks only at acceptance lengths, which plain generation does not have."""
-    for policy in policies:
-        trigger = policy.trigger
-        if trigger.kind != "adaptive":
-            continue
-        if trigger.al_below is not None and trigger.entropy_above is None and trigger.drift_above is None:
-            raise InputError(
-                f"eval.policies: '{policy.label}' is adaptive by acceptance length (al_below) alone, and plain"
-                " generation has no acceptance length; set entropy_above or drift_above"
-            )
 
 
 class _Run:

@@ -12,26 +12,13 @@ from typing import Any
 from draftkv.acceptance.score import append_jsonl, read_jsonl
 from draftkv.cache.oracle import oracle_notes
 from draftkv.cache.policy import Policy
-from draftkv.errors import InputError
 from draftkv.fidelity.generate import Generation, generate
+from draftkv.fidelity.policies import reference_of
 from draftkv.fidelity.stats import rouge_scorer
 from draftkv.fidelity.subject import Sample, Subject
 from draftkv.teacher.engine import repeated_share
 
 Record = dict[str, Any]
-
-
-def reference_of(policies: Sequence[Policy]) -> Policy:
-    """The policy that others are compared with, and under which drift is measured: BACON if listed, else the first
-    compressed one.
-
-    Raises:
-        InputError: no policy compresses anything.
-    """
-    compressed = [p for p in policies if not p.is_full]
-    if not compressed:
-        raise InputError("eval.policies: fidelity compares compressed caches with the full one; list a compressed one")
-    return next((p for p in compressed if p.policy == "bacon"), compressed[0])
 
 
 class Ledger:

@@ -13,7 +13,8 @@ from draftkv.acceptance.intervals import Interval
 from draftkv.acceptance.plots import legend, render, styles
 from draftkv.cache.policy import Policy
 from draftkv.fidelity import stats
-from draftkv.fidelity.records import Record, reference_of
+from draftkv.fidelity.policies import reference_of
+from draftkv.fidelity.records import Record
 from draftkv.rundir import write_atomic
 
 
@@ -72,6 +73,10 @@ class Results:
         """The first policy of a preset."""
         return next((i for i, p in enumerate(self.policies) if p.policy == preset), None)
 
+    def same_start(self, index: int) -> float:
+        """Mean number of tokens before the first one that differs from the uncompressed output."""
+        return float(np.mean([stats.shared_start(row[index]["ids"], row[0]["ids"]) for row in self.records]))
+
     def average(self, index: int) -> Interval:
         return stats.mean(self.fidelity[:, index], self.bootstrap, self.seed)
 
@@ -99,7 +104,8 @@ def percent(value: float | None) -> str:
 
 def _main(results: Results) -> Sheet:
     base = results.names[results.reference]
-    header = ["cache", "ROUGE-L F1", f"minus {base}", "refreshed", "reads / step", "seen drift", "tokens"]
+    header = ["cache", "ROUGE-L F1", f"minus {base}", "refreshed", "reads / step", "seen drift", "same start",
+              "tokens"]
     sheet = Sheet(f"fidelity to the uncompressed output, {len(results)} samples, 95 % intervals over samples", header)
     for index, policy in enumerate(results.policies):
         records = results.of(index)
@@ -109,7 +115,8 @@ def _main(results: Results) -> Sheet:
             "" if index in (0, results.reference) else show(results.change(index), "+"),
             percent(stats.refresh_rate(records)) if policy.reselects else "0",
             f"{np.mean([r['reads'] for r in records]):.1f}" if policy.reselects else "0",
-            f"{np.mean(seen):.3f}" if seen else "-", f"{np.mean([r['tokens'] for r in records]):.0f}",
+            f"{np.mean(seen):.3f}" if seen else "-", f"{results.same_start(index):.1f}",
+            f"{np.mean([r['tokens'] for r in records]):.0f}",
         ])  # fmt: skip
     full = results.of(0)
     sheet.note = (
@@ -119,7 +126,7 @@ def _main(results: Results) -> Sheet:
         f"{percent(np.mean([r['repeat_8'] for r in full]))} of their 8-grams are repeats. "
         f"Evicted mass under {base}: {results.drift.mean():.3f}. refreshed: share of layer-steps; reads / step: key "
         "and value vectors from the full store per decode step, layer and KV head; seen drift: what the trigger's "
-        "detector saw."
+        "detector saw; same start: tokens before the first that differs."
     )
     return sheet
 

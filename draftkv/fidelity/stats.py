@@ -31,6 +31,11 @@ def rouge_scorer() -> Callable[[str, str], float]:
     return lambda reference, text: 1.0 if reference == text else scorer.score(reference, text)["rougeL"].fmeasure
 
 
+def shared_start(a: Sequence[int], b: Sequence[int]) -> int:
+    """Leading tokens that two outputs share: how long a cache goes unnoticed, however the texts part afterwards."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 def mean(values: Sequence[float], bootstrap: int = 2000, seed: int = 0) -> Interval:
     """Mean over samples with its 95 % interval; of one sample the interval is the point itself."""
     values = np.asarray(values, dtype=np.float64)

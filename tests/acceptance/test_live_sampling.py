@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from matrix import policy as scaled
 
 from draftkv.acceptance import intervals
 from draftkv.acceptance.live import AcceptanceRule, speculate
@@ -42,9 +43,10 @@ def test_identical_distributions_are_always_accepted():
         assert rule.verify(P.log().expand(4, -1), drafted, [P.log()] * 3)[0] == 3
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("arch, name", [("llama", "streaming"), ("qwen3_5", "streaming"), ("llama", "rift_dyn"),
+                                        ("llama", "rift_ada"), ("llama", "rcr")])  # fmt: skip
 @pytest.mark.parametrize("draft", ["sampled", "greedy"])
-def test_replay_expects_what_live_decoding_gets(arch, draft):
+def test_replay_expects_what_live_decoding_gets(arch, name, draft):
     """The mean AL that replay expects on the emitted texts lies in the 95 % interval of the live AL.
 
     The interval is that of the difference, paired by prompt, since both saw the same texts."""
@@ -54,13 +56,13 @@ def test_replay_expects_what_live_decoding_gets(arch, draft):
             p *= 0.7
     for m in (target, drafter):
         m.set_attn_implementation(ATTENTION)
-    policy = Policy(policy="streaming", budget=12, sinks=2)
+    policy = scaled(name, 8 if name == "rcr" else 12)
     generator = torch.Generator().manual_seed(5)
     live, expected = [], []
-    for _ in range(50):
+    for i in range(50):
         prompt = torch.randint(24, (16,), generator=generator).tolist()
         run = speculate(target, drafter, prompt, policy, 3, 20, frozenset(), 1.0, draft, generator)
-        row = run.as_row(prompt, "r") | {"temperature": 1.0, "response_logprobs": logprobs(target, prompt, run)}
+        row = run.as_row(prompt, f"r{i}") | {"temperature": 1.0, "response_logprobs": logprobs(target, prompt, run)}
         live.append((run.blocks, sum(run.accepted) + run.blocks))
         walk = Replay(3, draft).row(drafter, row, [policy])[0].walk(3)
         expected.append((walk.blocks, walk.tokens))

@@ -25,7 +25,8 @@ def run(tmp_path_factory):
         if view["trigger"]["kind"] == "every":
             view |= {"trigger": {"kind": "every"}, "delta": [3, 6], "phase": [0, 2]}
     recipe["views"] = shown
-    recipe["eval"] |= {"policies": [p.model_dump(mode="json") for p in specs], "draft_length": 3, "every": 2, "select": 1}
+    policies = [p.model_dump(mode="json") for p in specs]
+    recipe["eval"] |= {"policies": policies, "draft_length": 3, "every": 2, "select": 1}
     recipe["rollouts"]["eval_temperatures"] = [0.0, 1.0]
     OmegaConf.save(OmegaConf.create(recipe), path)
     assert call("train/distill.py", path) == 0

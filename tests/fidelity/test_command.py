@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import call, write_recipe
+from helpers import ROOT, call, write_recipe
 
 from draftkv.fidelity import records as ledger
+from draftkv.recipe import load_recipe
 
 POLICIES = ["full", {"policy": "bacon", "budget": 16, "window": 8}, {"policy": "rcr", "budget": 16, "window": 8},
             {"policy": "exact", "budget": 16, "window": 8}]  # fmt: skip
@@ -114,6 +115,16 @@ def test_plan_needs_no_weights(recipe, monkeypatch, capsys):
     assert fidelity(recipe, "--plan", "--prompts", 2) == 0
     out = capsys.readouterr().out
     assert "2 prompts" in out and "bacon B=16 window=8  (reference" in out and "not there" in out
+
+
+@pytest.mark.parametrize("name", ["text", "qwen2_vl"])
+def test_shipped_recipes_hold_rcrs_layout(name, capsys):
+    path = ROOT / "recipes/fidelity" / f"{name}.yaml"
+    assert call("eval/fidelity.py", path, "--plan") == 0 and "bacon B=64 window=32  (ref" in capsys.readouterr().out
+    for policy in load_recipe(path).eval.policies[1:]:
+        split = policy.split(1000)
+        assert (split.sinks, split.selected, split.sliding, split.tail_start) == (0, 32, None, 968), policy.label
+        assert policy.dense_layers == 0 and policy.prefill == "full"
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

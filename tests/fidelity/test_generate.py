@@ -7,7 +7,8 @@ from draftkv.cache.attention import ATTENTION
 from draftkv.cache.oracle import oracle_notes
 from draftkv.cache.policy import Policy
 from draftkv.errors import InputError
-from draftkv.fidelity.generate import check_policies, generate
+from draftkv.fidelity.generate import generate
+from draftkv.fidelity.policies import check_policies
 from draftkv.rehearsal import tiny_model
 
 PROMPT = torch.randint(3, 512, (60,), generator=torch.Generator().manual_seed(1)).tolist()

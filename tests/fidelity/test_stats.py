@@ -28,6 +28,11 @@ def test_pairing_takes_out_what_a_sample_does_to_both_sides():
         stats.difference(after, before[1:])
 
 
+def test_shared_start():
+    assert stats.shared_start([1, 2, 3], [1, 2, 4]) == 2 and stats.shared_start([1, 2], [1, 2, 3]) == 2
+    assert stats.shared_start([1], [2]) == 0
+
+
 def test_intervals_of_few_samples():
     assert stats.mean([]).value is None
     assert stats.mean([0.5]).is_point and not stats.mean([0.5]).excludes(0)
@@ -84,7 +89,7 @@ def synthetic(samples: int) -> list[list[dict]]:
             row.append({"rouge_l": score, "drift": 0.1 if policy.policy == "rcr" else None,
                         "evicted": drift if policy.policy == "bacon" else None, "tokens": int(rng.integers(20, 60)),
                         "refreshed": refreshed, "layers": 2, "reads": 64.0, "prompt_tokens": 100, "finished": True,
-                        "repeat_8": 0.25})  # fmt: skip
+                        "repeat_8": 0.25, "ids": [1, 2, 3, 4 + (score < 1)]})  # fmt: skip
         rows.append(row)
     return rows
 
@@ -94,7 +99,7 @@ def test_tables_of_synthetic_records(tmp_path):
     assert results.policies[results.reference].policy == "bacon"
     main, terciles, correlations, overshoot = sheets(results)
     rcr = main.rows[1]
-    assert rcr[1].startswith("0.672 [") and rcr[2].startswith("+0.272 [") and rcr[3] == "62.5%"
+    assert rcr[1].startswith("0.672 [") and rcr[2].startswith("+0.272 [") and rcr[3] == "62.5%" and rcr[6] == "3.0"
     assert "Evicted mass under bacon: 0.195" in main.note
     assert terciles.header[1].startswith("low drift (0.095, n=10)") and terciles.rows[0][1] == "0.622, 62.5%"
     gaps = {row[0]: row for row in correlations.rows}

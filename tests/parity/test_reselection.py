@@ -19,6 +19,7 @@ from matrix import (
     tokens,
 )  # fmt: skip
 
+from draftkv.acceptance.replay import Replay
 from draftkv.cache.offloaded import OffloadedCache
 from draftkv.cache.policy import PRESETS, Policy
 
@@ -122,6 +123,22 @@ def test_a_period_longer_than_the_response_is_never(arch):
         got, _ = recorded(arch, pol, 3, 2)
         assert torch.equal(got, want) or (got - want).abs().max() <= TOLERANCE
         assert (parallel_logits(model(arch), IDS, PROMPT, pol, ()) - want).abs().max() <= TOLERANCE
+
+
+def test_replay_of_a_schedule_costs_one_forward_per_refresh():
+    """Not one per token: twice the interval, half the forwards; a policy that never selects again takes one in all."""
+    m, forwards = model("llama"), []
+    row = {"prompt_ids": IDS[0, :PROMPT].tolist(), "response_ids": tokens(97, seed=3)[0].tolist(), "temperature": 0.0,
+           "finish_reason": "length", "row_id": "r", "response_logprobs": []}  # fmt: skip
+    hook = m.get_decoder().register_forward_hook(lambda *_: forwards.append(1))
+    counts = []
+    for pol in (policy("rift_stat", 12), *(policy("rift_dyn", 12, trigger={"delta": d}) for d in (8, 16, 200))):
+        forwards.clear()
+        found = Replay(3).row(m, row, [pol])[0]
+        counts.append((len(forwards), round(found.cost.refreshes / len(m.model.layers)) if found.cost else 0))
+    hook.remove()
+    # The prompt, then one chunk up to each refresh and one after the last.
+    assert counts == [(1, 0), (14, 12), (8, 6), (2, 0)]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
