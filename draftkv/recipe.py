@@ -159,6 +159,15 @@ class LossTerm(Section):
     k: int = Field(4, ge=1, description="expected_al: consecutive rows")
 
 
+class Signal(Section):
+    """What the drafter learns from: the target in process, or its stored top-k log-probabilities (data/signals.py)."""
+
+    source: Literal["model", "stored"] = "model"
+    k: int = Field(64, ge=1, description="stored: likeliest tokens kept at each position")
+    samples: int | None = Field(None, ge=1, description="stored: draws with replacement instead (forward_kl only)")
+    temperature: float = Field(1.0, gt=0, description="stored: softmax temperature of the target")
+
+
 class Train(Section):
     steps: int = Field(100, ge=1)
     rows: int = Field(8, ge=1, description="rows (prompt + response) per optimiser step, over all processes")
@@ -230,11 +239,25 @@ class Recipe(Section):
     prompts: Prompts
     rollouts: Rollouts = Rollouts()
     views: list[View] = Field(min_length=1)
+    signal: Signal = Signal()
     loss: list[LossTerm] = Field([LossTerm(name="forward_kl")], min_length=1)
     train: Train = Train()
     eval: Eval
     export: Export = Export()
     trackers: list[Literal["wandb", "trackio", "tensorboard"]] = []
+
+    @model_validator(mode="after")
+    def _losses_take_the_signal(self) -> "Recipe":
+        if self.signal.source == "stored":
+            for i, term in enumerate(self.loss):
+                if term.temperature != self.signal.temperature:
+                    raise ValueError(
+                        f"loss.{i}.temperature {term.temperature:g}: the stored signal has {self.signal.temperature:g},"
+                        " and its tail's mass at another is unknown"
+                    )
+                if self.signal.samples is not None and term.name != "forward_kl":
+                    raise ValueError(f"loss.{i}: signal.samples leaves forward_kl unbiased and no other loss")
+        return self
 
     @model_validator(mode="after")
     def _views_keep_the_full_cache(self) -> "Recipe":

@@ -63,9 +63,8 @@ def distill(recipe: Recipe, plans: dict) -> bool:
     from draftkv.distill.hooks import Evaluation, Trackers, save_weights
     from draftkv.distill.loop import Trainer
     from draftkv.distill.schedule import Schedule
-    from draftkv.distill.student import Student, Teacher
+    from draftkv.distill.student import Student
     from draftkv.drafter import drafter_to_train
-    from draftkv.models import load_model
     from draftkv.teacher.rollouts import ensure_rollouts, held_out_rows
 
     accelerator = start_accelerator(recipe)
@@ -81,8 +80,7 @@ def distill(recipe: Recipe, plans: dict) -> bool:
         raise InputError(f"{train_rollouts.path}: no usable training row; {train_rollouts.counts}")
 
     model, vocab = drafter_to_train(recipe)
-    target = load_model(recipe.target.model, recipe.target.revision, recipe.target.dtype)
-    teacher = Teacher(target.to(accelerator.device))
+    teacher = teacher_of(recipe, train_rollouts, vocab, accelerator.device)
     student = Student(model, recipe.loss, vocab, recipe.train.head_chunk)
     params = [p for p in student.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(decay_groups(params, recipe.train.weight_decay), lr=recipe.train.lr,
@@ -114,6 +112,18 @@ def distill(recipe: Recipe, plans: dict) -> bool:
         )  # fmt: skip
     trackers.close()
     return finished
+
+
+def teacher_of(recipe: Recipe, rollouts, vocab: int, device):
+    """The target in process, or what data/signals.py stored of it: then the target is not loaded at all."""
+    from draftkv.distill.student import Teacher
+    from draftkv.models import load_model
+    from draftkv.teacher.signal_store import SignalPlan, StoredTeacher
+
+    if recipe.signal.source == "stored":
+        return StoredTeacher(SignalPlan.of(recipe, rollouts, vocab), recipe.signal.temperature, device)
+    target = load_model(recipe.target.model, recipe.target.revision, recipe.target.dtype)
+    return Teacher(target.to(device))
 
 
 def start_accelerator(recipe: Recipe):

@@ -32,5 +32,5 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     arguments = cli.parser(__doc__.splitlines()[0])
-    arguments.add_argument("--native-window", action="store_true", help="also write RUN/export-native-window, with layer_types and sliding_window")
+    arguments.add_argument("--native-window", action="store_true", help="also write RUN/export-native-window")
     cli.run(main, arguments)

@@ -17,7 +17,14 @@ from draftkv.acceptance.page import Block, Bullets, Code, Heading, Paragraph, Pi
 from draftkv.acceptance.results import Run, Setting, read_run
 from draftkv.acceptance.sweep_report import write_sweep_report
 from draftkv.acceptance.wording import (
-    NONE, al_text, change_text, how_to_read, number, refresh_texts, retention_text, verdict,
+    NONE,
+    al_text,
+    change_text,
+    how_to_read,
+    number,
+    refresh_texts,
+    retention_text,
+    verdict,
 )  # fmt: skip
 
 __all__ = ["write_report", "write_sweep_report"]

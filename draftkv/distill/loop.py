@@ -115,6 +115,7 @@ class Trainer:
         start = time.perf_counter()
         progress, step = self.progress, self.progress.step
         items = self.schedule.items(step)
+        self.teacher.expect(self._share(step + 1))
         supervised = sum(item.supervised for item in items)
         lr = learning_rate(self.recipe.train, step)
         for group in self.optimizer.param_groups:
@@ -134,6 +135,11 @@ class Trainer:
                   "tokens_per_s": sum(i.fed for i in items) / wall, "step_s": wall}  # fmt: skip
         self.log({k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in record.items()})
         return f"loss {sums['loss']:.4f}  alpha {means.get('alpha', 0):.3f}  lr {lr:.1e}"
+
+    def _share(self, step: int) -> list[Item]:
+        """This process's rows of a step."""
+        process = self.accelerator.process_index, self.accelerator.num_processes
+        return [item for micro in self.schedule.micro_batches(self.schedule.items(step), *process) for item in micro]
 
     def _accumulate(self, items: list[Item], denominator: float) -> dict[str, float]:
         """Forward and backward of every pass of this process. Gradients and the returned `loss` are those of the sum

@@ -83,6 +83,11 @@ class Teacher:
     def __init__(self, model: nn.Module):
         self.model = model.eval().requires_grad_(False)
 
+    @property
+    def head(self) -> Tensor:
+        """[V, D] weight of the target's head."""
+        return self.model.get_output_embeddings().weight
+
     @torch.no_grad()
     def hidden(self, row: dict[str, Any]) -> Tensor:
         """[R - 1, D] hidden states of the rows that predict response tokens 1 .. R - 1."""
@@ -94,4 +99,7 @@ class Teacher:
     def signal(self, items: Sequence[Item], owners: Sequence[tuple[int, int, float]]) -> Hidden:
         """The signal for a pass: every view of a row is taught by the same full-cache target."""
         once = [self.hidden(item.row) for item in items]
-        return Hidden(torch.cat([once[index] for _, index, _ in owners]), self.model.get_output_embeddings().weight)
+        return Hidden(torch.cat([once[index] for _, index, _ in owners]), self.head)
+
+    def expect(self, items: Sequence[Item]) -> None:
+        """Nothing to read ahead: the target answers when it is asked."""

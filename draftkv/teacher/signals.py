@@ -80,6 +80,24 @@ class Dense:
         return TopK(ids, top, tail, temperature)
 
 
+    def sample(self, draws: int, temperature: float, generator: torch.Generator) -> "TopK":
+        """`draws` tokens drawn with replacement: log(count / draws) of each that came up, and an empty tail. Places
+        that no token fills hold other ids with log-probability -inf.
+
+        Raises:
+            ValueError: fewer than one draw.
+        """
+        if draws < 1:
+            raise ValueError(f"{draws} draws: at least 1")
+        p = torch.softmax(self.logits.float() / temperature, dim=-1).cpu()
+        drawn = torch.multinomial(p, draws, replacement=True, generator=generator)
+        counts = torch.zeros_like(p).scatter_add_(1, drawn, torch.ones_like(drawn, dtype=p.dtype))
+        count, ids = counts.topk(min(draws, p.shape[1]), dim=-1)
+        tail = torch.full((len(p),), float("-inf"))
+        device = self.logits.device
+        return TopK(ids.to(device), (count / draws).log().to(device), tail.to(device), temperature)
+
+
 @dataclass(frozen=True, eq=False)
 class TopK:
     """Log-probabilities [N, k] of the tokens `ids` [N, k] (distinct, any order) and of all others together [N].
