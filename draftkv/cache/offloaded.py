@@ -122,6 +122,7 @@ class OffloadedCache(EvictedCache):
         self.probe = _Probe() if measure else None
         self._history: list[_State] = []
         self._summaries: dict[int, Tensor] = {}
+        self._scaling: dict[int, float] = {}
 
     @staticmethod
     def _layer(policy: Policy, index: int, stock: DynamicLayer) -> EvictedLayer:
@@ -245,7 +246,7 @@ class OffloadedCache(EvictedCache):
         self, slot: StoredLayer, layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor
     ) -> None:
         super()._first_selection(slot, layer, query, key, value)
-        self._scaling = getattr(self, "_scaling", {}) | {layer.index: layer.scaling}
+        self._scaling[layer.index] = layer.scaling
         slot.remember(query[:, -self.policy.query_rows :])
         if self.policy.trigger.detects:
             basis = prefix_basis(key, self.policy.trigger.rank)

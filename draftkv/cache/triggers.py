@@ -83,7 +83,7 @@ class Adaptive(_Trigger):
     a_max: int = Field(256, ge=1)
     al_below: float | None = Field(None, gt=0, description="recent acceptance length that fires")
     entropy_above: float | None = Field(None, gt=0, description="draft entropy (nats) that fires")
-    drift_above: float | None = Field(0.5, gt=0, description="query drift that fires")
+    drift_above: float | None = Field(0.06, gt=0, description="query drift that fires; found on SmolLM2-135M")
     decay: float = Field(0.8, ge=0, lt=1, description="of the exponentially weighted means, per block")
 
     @model_validator(mode="after")
