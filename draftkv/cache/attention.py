@@ -108,6 +108,10 @@ def _causal(layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor) -> Tens
         # A first row for the sink keeps the matrix square, so that plain causal attention shows it to every row.
         query = F.pad(query, (0, 0, 1, 0))
     gqa = query.shape[0] != key.shape[0]
+    if gqa and query.is_cuda and query.dtype == torch.float32:
+        # No fused CUDA kernel groups heads in fp32: grouping there would build the [H, T, T] matrix.
+        key, value = (x.repeat_interleave(query.shape[0] // x.shape[0], 0) for x in (key, value))
+        gqa = False
     out = F.scaled_dot_product_attention(
         query[None], key[None], value[None], is_causal=True, scale=layer.scaling, enable_gqa=gqa
     )[0]
