@@ -5,7 +5,7 @@ import re
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from draftkv.cache.architecture import check_drafter, check_native_window
+from draftkv.cache.architecture import check_drafter, check_native_window, check_policies
 from draftkv.cache.attention import ATTENTION
 from draftkv.errors import InputError
 from draftkv.models import (
@@ -55,6 +55,10 @@ def preflight(recipe: Recipe, drafter: str | None = None) -> None:
     origin = spec if spec.model else recipe.target
     config = load_config(origin.model, origin.revision)
     check_drafter(config, origin.model)
+    if spec.layers is None:  # of a drafter that is cut from the target, the cut decides
+        shown = [view.policy({n: v[0] for n in view.ranges if isinstance(v := getattr(view, n), list)})
+                 for view in recipe.views]
+        check_policies(config, origin.model, [*recipe.eval.policies, *shown])
     if drafter:
         return
     if not spec.model and spec.layers is not None:

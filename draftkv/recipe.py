@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from draftkv.cache.policy import Policy
+from draftkv.cache.policy import PRESETS, Policy
 from draftkv.errors import InputError
 
 # Attention backends that a recipe may name. Only the first takes a cache policy's masks so far.
@@ -123,7 +123,7 @@ class View(Section):
         for pick in (0, 1):
             extreme = self.policy({n: v[pick] for n in self.ranges if isinstance(v := getattr(self, n), list)})
             if not extreme.is_parallel:
-                part = extreme.scorer.kind if extreme.scorer.kind == "oracle" else extreme.trigger.kind
+                part = "oracle" if extreme.needs_answer else extreme.trigger.kind
                 raise ValueError(f"'{part}' looks at the run, so no training view shows it; triggers: never, every")
         return self
 
@@ -133,7 +133,8 @@ class View(Section):
         clock = {n: values.pop(n) for n in ("delta", "phase") if n in values}
         if not clock:
             return Policy.model_validate({**self.parts, **values})
-        trigger = self.parts.get("trigger") or {"kind": "every"}
+        trigger = self.parts.get("trigger") or PRESETS.get(self.parts.get("policy"), ({},))[0].get("trigger") or "every"
+        trigger = {"kind": trigger} if isinstance(trigger, str) else trigger
         return Policy.model_validate({**self.parts, **values, "trigger": {**trigger, **clock}})
 
     def draw(self, rng: random.Random) -> Policy:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from draftkv.acceptance.live import LiveRun
     from draftkv.cache.policy import Policy
+    from draftkv.cache.scorers import Notes
 
 
 def main(args: argparse.Namespace) -> None:
@@ -77,11 +78,12 @@ def at_intervals(recipe: Recipe, deltas: list[int]) -> Recipe:
         if policy.trigger.kind != "every":
             policies.append(policy)
             continue
-        for delta in dict.fromkeys(deltas):
+        for delta in deltas:
             trigger = policy.trigger.model_copy(update={"delta": delta})
             policies.append(Policy.model_validate({**policy.model_dump(), "trigger": trigger.model_dump()}))
     if len(policies) == len(recipe.eval.policies) and all(p.trigger.kind != "every" for p in policies):
         raise InputError("--delta: eval.policies has no policy with trigger 'every', such as rift_dyn")
+    policies = list({p.label: p for p in policies}.values())  # two that differed in delta alone are one now
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"policies": policies})})
 
 
@@ -106,10 +108,11 @@ def compare(
         for policy in settings.policies:
             runs, replays = [], []
             for row in rows:
-                run = decode(recipe, target, drafter, row, policy, stops, vocab)
+                notes = answer_notes(drafter, row, policy)
+                run = decode(recipe, target, drafter, row, policy, stops, vocab, notes)
                 written = row if row["temperature"] else run.as_row(row["prompt_ids"], row["row_id"])
                 runs.append(run)
-                replays.append(replay.row(drafter, written, [policy])[0])
+                replays.append(replay.row(drafter, written, [policy], notes)[0])
                 advance(policy.label)
             emitted = sum(block_tokens(run.accepted, len(run.response_ids), run.finished) for run in runs)
             walks = [found.walk(settings.draft_length) for found in replays]
@@ -138,29 +141,33 @@ def cost_cells(runs: list["LiveRun"]) -> list[str]:
     steps, layer_steps = sum(r.draft_steps for r in runs), sum(r.cost.steps for r in runs)
     total = lambda name: sum(getattr(r.cost, name) for r in runs)  # noqa: E731
     moved = [sum(r.moved_bytes[way] for r in runs) / max(1, steps) for way in ("to_host", "to_device")]
-    seconds = sum(r.draft_s for r in runs)
+    seconds = sum(r.draft_s for r in runs) or 1.0  # no block was drafted
     return [str(steps), f"{total('refreshes') / max(1, layer_steps):.1%}", f"{total('seconds') / seconds:.1%}",
             f"{total('reads') / max(1, layer_steps):.1f}", str(max(r.entries for r in runs)),
             *(f"{size / 1024:.1f} KiB" for size in moved)]  # fmt: skip
 
 
 def decode(
-    recipe: Recipe, target: "Module", drafter: "Module", row: dict, policy: "Policy", stops: set, vocab: int | None
+    recipe: Recipe, target: "Module", drafter: "Module", row: dict, policy: "Policy", stops: set, vocab: int | None,
+    notes: "Notes | None" = None,
 ) -> "LiveRun":
-    """One prompt, live; the seed and the row alone decide its draws. An oracle is told the stored rollout."""
+    """One prompt, live; the seed and the row alone decide its draws."""
     import torch
 
     from draftkv.acceptance.live import speculate
-    from draftkv.cache.oracle import oracle_notes
     from draftkv.teacher.engine import row_seed
 
-    notes = None
-    if policy.scorer.kind == "oracle":
-        notes = oracle_notes(drafter, row["prompt_ids"], row["response_ids"])
     generator = torch.Generator().manual_seed(row_seed(recipe.seed, row["row_id"], row["temperature"]))
     return speculate(target, drafter, row["prompt_ids"], policy, recipe.eval.draft_length,
                      recipe.rollouts.max_new_tokens, stops, row["temperature"], recipe.eval.draft, generator,
                      vocab, notes)  # fmt: skip
+
+
+def answer_notes(drafter: "Module", row: dict, policy: "Policy") -> "Notes | None":
+    """What an oracle is told: the drafter's uncompressed attention over the stored rollout, live and in replay."""
+    from draftkv.cache.oracle import oracle_notes
+
+    return oracle_notes(drafter, row["prompt_ids"], row["response_ids"]) if policy.needs_answer else None
 
 
 def ratio(tokens: float, blocks: float) -> str:

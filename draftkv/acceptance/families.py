@@ -55,7 +55,8 @@ def _apart(spec: dict[str, Any], key: str) -> tuple[float | None, str]:
     # A window of its own overrides rho, and without a scorer rho does not matter.
     idle = key == "rho" and (spec.get("window") is not None or scorer.get("kind") == "none")
     usable = is_number(value) and spec.get("budget") is not None and not idle
-    return value if usable else None, json.dumps(rest, sort_keys=True)
+    # Entries and shares of the prompt do not share an axis.
+    return value if usable else None, json.dumps([type(value).__name__, rest], sort_keys=True)
 
 
 def _name(spec: dict[str, Any], key: str) -> str:

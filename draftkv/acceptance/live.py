@@ -62,7 +62,7 @@ class _Side:
         self, model: nn.Module, policy: Policy, prompt: list[int], vocab: int | None, notes: Notes | None = None
     ):
         self.model, self.vocab, self.prompt_len = model, vocab, len(prompt)
-        self.cache: EvictedCache = cache_for(model.config, policy, notes)
+        self.cache: EvictedCache = cache_for(model.config, policy, notes, timed=True)
         self.device = next(model.parameters()).device
         self.entries = 0  # most entries of a full-attention layer at a commit
         self.last = self.feed(prompt, keep=1)

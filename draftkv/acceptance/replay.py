@@ -23,6 +23,7 @@ from draftkv.cache.offloaded import OffloadedCache, RefreshCost
 from draftkv.cache.oracle import oracle_notes
 from draftkv.cache.parallel import lay_out, passes, predicting_rows
 from draftkv.cache.policy import Policy
+from draftkv.cache.scorers import Notes
 from draftkv.recipe import Recipe
 from draftkv.teacher.signals import head_logits
 
@@ -81,21 +82,24 @@ class Replay:
         return cls(settings.draft_length, settings.draft, settings.precision == "bf16", vocab, recipe.seed, **others)
 
     @torch.no_grad()
-    def row(self, model: nn.Module, row: dict[str, Any], policies: Sequence[Policy]) -> list[Acceptance]:
+    def row(
+        self, model: nn.Module, row: dict[str, Any], policies: Sequence[Policy], notes: Notes | None = None
+    ) -> list[Acceptance]:
         """Acceptance of one rollout row under each policy, in the order given.
 
         Args:
             model: the drafter, loaded with attention `draftkv`, in eval mode.
             row: a rollout row (prompt_ids, response_ids, response_logprobs, temperature, finish_reason, row_id).
+            notes: what an oracle knows; None: the drafter's own uncompressed attention over this row.
         """
-        at_once = [p for p in policies if not (p.reselects or p.scorer.kind == "oracle" or self.measure)]
+        at_once = [p for p in policies if not (p.reselects or p.needs_answer or self.measure)]
         found: dict[str, Acceptance] = {}
         with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=self.bf16):
             for group in passes(at_once, len(row["prompt_ids"]), shares_prompt(model.config)):
                 found |= self._parallel(model, row, group)
             for policy in policies:
                 if policy.label not in found:
-                    found[policy.label] = self._sequential(model, row, policy)
+                    found[policy.label] = self._sequential(model, row, policy, notes)
         return [found[p.label] for p in policies]
 
     def _parallel(self, model: nn.Module, row: dict[str, Any], group: list[Policy]) -> dict[str, Acceptance]:
@@ -115,25 +119,24 @@ class Replay:
                 part = indices[start : start + HEAD_ROWS]
                 flags, same = _flags(head_logits(hidden[part], head), row, start, self.draft)
                 parts.append(flags)
-                ties += same
+                ties += int(same.sum())
             result[policy.label] = Acceptance(row["row_id"], np.concatenate(parts), ties, _finished(row))
         return result
 
-    def _sequential(self, model: nn.Module, row: dict[str, Any], policy: Policy) -> Acceptance:
+    def _sequential(
+        self, model: nn.Module, row: dict[str, Any], policy: Policy, notes: Notes | None
+    ) -> Acceptance:
         """A policy whose selections depend on the run, block by block."""
-        notes = None
-        if policy.scorer.kind == "oracle":
+        if policy.needs_answer and notes is None:
             notes = oracle_notes(model, row["prompt_ids"], row["response_ids"])
         cache = self.executor(model.config, policy, notes, measure=self.measure)
         drawn = None
         if row["temperature"] > 0 and self.draft == "sampled":
             drawn = np.random.default_rng([self.seed, *row["row_id"].encode()])
-        ties = 0
+        tied = np.zeros(len(row["response_ids"]), dtype=bool)  # by position: some rows are fed more than once
 
         def accept(logits: Tensor, first: int) -> np.ndarray:
-            nonlocal ties
-            flags, same = _flags(logits, row, first, self.draft)
-            ties += same
+            flags, tied[first : first + len(logits)] = _flags(logits, row, first, self.draft)
             return flags
 
         flags = sequential_flags(model, row, cache, self.draft_length, accept, self.vocab, drawn)
@@ -143,20 +146,21 @@ class Replay:
             mass = {} if cache.probe is None else cache.probe.mass
             captured = {at - prompt_len + 1: float(np.mean(list(shares.values()))) for at, shares in mass.items()}
         cost = cache.cost.settled() if policy.reselects else None
-        return Acceptance(row["row_id"], flags, ties, _finished(row), cost, captured)
+        return Acceptance(row["row_id"], flags, int(tied.sum()), _finished(row), cost, captured)
 
 
 def _finished(row: dict[str, Any]) -> bool:
     return row["finish_reason"] == "stop"
 
 
-def _flags(logits: Tensor, row: dict[str, Any], first: int, draft: str) -> tuple[np.ndarray, int]:
-    """Acceptance of response tokens first .. first + n - 1 from the [n, vocab] logits that predict them, and ties."""
+def _flags(logits: Tensor, row: dict[str, Any], first: int, draft: str) -> tuple[np.ndarray, np.ndarray]:
+    """Acceptance of response tokens first .. first + n - 1 from the [n, vocab] logits that predict them, and which of
+    them have two best logits."""
     part, vocab = slice(first, first + len(logits)), logits.shape[1]
     temperature = row["temperature"]
     ids = torch.tensor(row["response_ids"][part], device=logits.device)[:, None]
     best = logits.topk(2, -1)
-    ties = int((best.values[:, 0] == best.values[:, 1]).sum())
+    ties = (best.values[:, 0] == best.values[:, 1]).cpu().numpy()
     if temperature == 0 or draft == "greedy":
         return (best.indices[:, :1] == ids)[:, 0].double().cpu().numpy(), ties
     # An id past the shared vocabulary, which only the target has, is never drafted.

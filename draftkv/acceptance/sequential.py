@@ -16,15 +16,18 @@ from torch import Tensor, nn
 
 from draftkv.cache.offloaded import OffloadedCache
 
-Flags = Callable[[Tensor, int], np.ndarray]
+Accept = Callable[[Tensor, int], np.ndarray]
+ROWS = 256  # rows of vocabulary logits held at once
 
 
 @dataclass
 class _Path:
-    """Blocks along one rollout. flags[t] is what position t would be accepted with; entropy[t] of its draft."""
+    """Blocks along one rollout. flags[t] is what position t would be accepted with; entropy[t] of its draft, where the
+    trigger looks at it."""
 
     flags: np.ndarray
     entropy: np.ndarray
+    wants_entropy: bool
     drawn: np.random.Generator | None
 
     def take(self, start: int, known: int, draft_length: int) -> int | None:
@@ -42,7 +45,7 @@ class _Path:
 
 @torch.no_grad()
 def sequential_flags(
-    model: nn.Module, row: dict[str, Any], cache: OffloadedCache, draft_length: int, accept: Flags,
+    model: nn.Module, row: dict[str, Any], cache: OffloadedCache, draft_length: int, accept: Accept,
     vocab: int | None = None, drawn: np.random.Generator | None = None,
 ) -> np.ndarray:
     """[R] acceptance of each response token under the cache's policy (entry 0 is never drafted).
@@ -59,7 +62,8 @@ def sequential_flags(
     size = len(response)
     logits = cache.forward(model, tokens[:, : len(prompt)], 1, vocab)
     cache.commit()
-    path = _Path(np.zeros(size), np.zeros(size), drawn)
+    wants = getattr(cache.policy.trigger, "entropy_above", None) is not None
+    path = _Path(np.zeros(size), np.zeros(size), wants, drawn)
     path.flags[:1] = accept(logits, 0)
     start = 1  # response position at which the next block starts
     while start < size:
@@ -72,19 +76,24 @@ def sequential_flags(
 
 def _chunk(
     model: nn.Module, cache: OffloadedCache, tokens: Tensor, prompt_len: int, path: _Path, start: int,
-    check: int | None, draft_length: int, accept: Flags, vocab: int | None,
+    check: int | None, draft_length: int, accept: Accept, vocab: int | None,
 ) -> int:
     """Feed rows up to the next check and walk the blocks in them; returns where the first block at the check starts."""
     size = len(path.flags)
     stop = size if check is None else min(size, check + draft_length)  # flags are known before this position
-    held = cache.length
-    # The row of response token t - 1 predicts token t; the prompt's last row has predicted token 0.
-    logits = cache.forward(model, tokens[:, held : prompt_len + stop - 1], None, vocab)
-    first = held - prompt_len + 1
-    path.flags[first:stop] = accept(logits, first)
+    # Under step triggers nothing is rolled back here, so every token is final: no state of it has to be kept.
+    step = 1 if cache.policy.trigger.level == "step" else ROWS
+    while cache.length < prompt_len + stop - 1:
+        # The row of response token t - 1 predicts token t; the prompt's last row has predicted token 0.
+        first, end = cache.length - prompt_len + 1, min(cache.length + step, prompt_len + stop - 1)
+        logits = cache.forward(model, tokens[:, cache.length : end], None, vocab)
+        path.flags[first : first + len(logits)] = accept(logits, first)
+        if check is not None and path.wants_entropy:
+            path.entropy[first : first + len(logits)] = _entropy(logits)
+        if check is None:
+            cache.commit()
     if check is None:
         return size
-    path.entropy[first:stop] = _entropy(logits)
     while start < size and start < check:
         taken = path.take(start, stop, draft_length)
         if taken is None:

@@ -3,6 +3,7 @@
 transformers is imported late: a recipe is checked against `SUPPORTED` when it is read, which has to be quick.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from draftkv.cache.policy import Policy
@@ -69,6 +70,16 @@ def check_drafter(config: "PretrainedConfig", name: str) -> None:
         raise InputError(f"{name}: no full-attention layer, so there is no cache for a policy to compress")
     if getattr(text, "attention_dropout", 0):
         raise InputError(f"{name}: attention_dropout is {text.attention_dropout}; it must be 0 under a cache policy")
+
+
+def check_policies(config: "PretrainedConfig", name: str, policies: Iterable[Policy]) -> None:
+    """Raises: InputError for a policy that leaves every full-attention layer of the drafter dense."""
+    kinds = layer_kinds(config.get_text_config(decoder=True))
+    last = max(i for i, kind in enumerate(kinds) if kind == "full")
+    for policy in policies:
+        if not policy.is_full and policy.dense_layers > last:
+            raise InputError(f"{name}: '{policy.label}' keeps layers 0 to {policy.dense_layers - 1} dense, all that it"
+                             f" could compress (the last full-attention layer is {last})")  # fmt: skip
 
 
 def check_native_window(model_type: str, policy: Policy) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from draftkv.cache.policy import Policy, Split
-from draftkv.cache.scorers import Scene, select
+from draftkv.cache.scorers import Scene, Scorer, select
 
 ATTENTION = "draftkv"
 ROW_CHUNK = 1024  # rows whose mask is held at once
@@ -129,21 +129,22 @@ def _with_sink(layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor) -> t
     return query, key + marker, F.pad(value, (0, ALIGN, 1, 0))
 
 
-def front_positions(policy: Policy, split: Split, scene: Scene, first: bool = True) -> Tensor:
+def front_positions(
+    policy: Policy, split: Split, scene: Scene, first: bool = True, scorer: Scorer | None = None
+) -> Tensor:
     """Positions of the front, [G, F]: the sinks, then what the scorer selects. Detached and deterministic.
 
     Args:
         scene: the layer's stored entries and recent queries. For the first selection, made when decoding begins, it
             holds all queries of the prompt, from which scorers prepare what they remember of it.
         first: whether this is that selection.
+        scorer: in the place of the policy's, where a refresh falls on the first row.
     """
     key = scene.key
-    scorer = policy.first_scorer if first else policy.scorer
+    scorer = scorer or (policy.first_scorer if first else policy.scorer)
     if first:
-        for each in {policy.scorer, scorer}:
-            prepared = each.prepare(scene)
-            if prepared:
-                scene.notes.prompt.setdefault(scene.layer, {}).update(prepared)
+        for each in {policy.scorer, policy.first_scorer}:
+            scene.notes.prompt.setdefault(scene.layer, {})[each] = each.prepare(scene)
     sinks = torch.arange(split.sinks, device=key.device).expand(key.shape[0], -1)
     picked = select(scorer, scene, sinks=split.sinks, count=split.selected, end=split.tail_start)
     return torch.cat([sinks, picked], 1)
@@ -159,7 +160,8 @@ def attend_prompt(policy: Policy, layer: LayerInfo, query: Tensor, key: Tensor, 
     prompt_len = query.shape[1]
     if layer.window is not None:
         return attend_rows(layer, query, None, (key, value), 0, layer.window)
-    split = policy.prefill_split(prompt_len)
+    dense = layer.index < policy.dense_layers
+    split = Split(0, 0, None, 0) if dense else policy.prefill_split(prompt_len)
     if not split.sinks:
         return attend_rows(layer, query, None, (key, value), 0, split.sliding)
     sinks = split.sinks

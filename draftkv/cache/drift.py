@@ -10,53 +10,47 @@ import torch
 from torch import Tensor
 
 from draftkv.cache.attention import LayerInfo
+from draftkv.cache.scorers import Scene
 
 if TYPE_CHECKING:
     from draftkv.cache.evicted import Selection
     from draftkv.cache.offloaded import StoredLayer
 
-
-def _visible(size: int, selection: "Selection", low: Tensor, own: Tensor) -> Tensor:
-    """[G, R, S]: whether row r, at position own[r], attends to an entry: selected, or in its band from low[r] on."""
-    entry = torch.arange(size, device=own.device)
-    band = (entry >= low[:, None]) & (entry <= own[:, None])
-    chosen = torch.zeros(selection.positions.shape[0], size, dtype=torch.bool, device=own.device)
-    return band[None] | chosen.scatter(1, selection.positions, True)[:, None]
+ROWS = 128  # rows whose weights are held at once
 
 
-def _bands(size: int, rows: int, selection: "Selection") -> tuple[Tensor, Tensor]:
-    """First visible tail entry and own position of the last `rows` rows of a store of `size` entries."""
-    split, device = selection.split, selection.positions.device
-    own = torch.arange(size - rows, size, device=device)
-    low = torch.full_like(own, split.tail_start)
-    return (low if split.sliding is None else torch.maximum(low, own - split.sliding)), own
+def _band(selection: "Selection", own: int) -> int:
+    """First tail entry that the row at position `own` attends to."""
+    split = selection.split
+    return split.tail_start if split.sliding is None else max(split.tail_start, own - split.sliding)
 
 
 @torch.no_grad()
 def evicted_mass(layer: LayerInfo, query: Tensor, slot: "StoredLayer") -> Tensor:
-    """Drift of one row, a scalar in [0, 1]: mean over query heads, hence over KV heads.
+    """Drift of one row, a scalar in [0, 1]: mean over query heads, hence over KV heads. A learned attention sink takes
+    its part of the total. Waits for nothing on the device.
 
     Args:
         query: [H, 1, D]. slot: a stored layer whose store holds the row's own entry and a projection of all keys.
     """
-    store, selection = slot.store, slot.selection
-    size, groups = len(store), selection.positions.shape[0]
-    low, own = _bands(size, 1, selection)
-    rows = query[:, 0].reshape(groups, -1, query.shape[-1]).float()  # [G, H / G, D]
-    logits = (rows @ store.basis) @ store.projected.transpose(1, 2)
-    first = int(low)
-    band = slot.keys[0][:, slot.tail - (size - first) :].float()
-    logits[:, :, first:] = rows @ band.transpose(1, 2)
-    if selection.split.front:
-        exact = rows @ selection.keys.float().transpose(1, 2)
-        logits = logits.scatter(2, selection.positions[:, None].expand(-1, rows.shape[1], -1), exact)
-    logits = logits * layer.scaling
-    gone = ~_visible(size, selection, low, own)[:, 0]  # [G, S]
-    total = logits.logsumexp(-1)
-    if layer.sink_logits is not None:
-        total = torch.logaddexp(total, layer.sink_logits.float().view(groups, -1))
-    mass = (logits.masked_fill(~gone[:, None], float("-inf")) - total[..., None]).exp().sum(-1)
-    return mass.mean()
+    with torch.autocast(query.device.type, enabled=False):
+        store, selection = slot.store, slot.selection
+        size, groups = len(store), selection.positions.shape[0]
+        low = _band(selection, size - 1)
+        rows = query[:, 0].reshape(groups, -1, query.shape[-1]).float()  # [G, H / G, D]
+        logits = (rows @ store.basis) @ store.projected.transpose(1, 2)
+        logits[:, :, low:] = rows @ slot.keys[0][:, slot.tail - (size - low) :].float().transpose(1, 2)
+        gone = torch.ones(groups, size, dtype=torch.bool, device=query.device)
+        gone[:, low:] = False
+        if selection.split.front:
+            exact = rows @ selection.keys.float().transpose(1, 2)
+            logits = logits.scatter(2, selection.positions[:, None].expand(-1, rows.shape[1], -1), exact)
+            gone = gone.scatter(1, selection.positions, False)
+        logits = logits * layer.scaling
+        total = logits.logsumexp(-1)
+        if layer.sink_logits is not None:
+            total = torch.logaddexp(total, layer.sink_logits.float().view(groups, -1))
+        return (logits.masked_fill(~gone[:, None], float("-inf")) - total[..., None]).exp().sum(-1).mean()
 
 
 @torch.no_grad()
@@ -68,11 +62,18 @@ def captured(layer: LayerInfo, query: Tensor, slot: "StoredLayer") -> Tensor:
     Args:
         query: [H, R, D].
     """
-    store, selection = slot.store, slot.selection
-    size, groups, rows = len(store), selection.positions.shape[0], query.shape[1]
-    low, own = _bands(size, rows, selection)
-    grouped = query.reshape(groups, -1, rows, query.shape[-1]).float()
-    logits = grouped @ store.keys().float().transpose(1, 2)[:, None] * layer.scaling
-    future = torch.arange(size, device=own.device)[None] > own[:, None]
-    weights = logits.masked_fill(future, float("-inf")).softmax(-1)
-    return (weights * _visible(size, selection, low, own)[:, None]).sum(-1).mean((0, 1))
+    store, selection, rows = slot.store, slot.selection, query.shape[1]
+    first, device = len(store) - rows, query.device
+    chosen = torch.zeros(selection.positions.shape[0], len(store), dtype=torch.bool, device=device)
+    chosen = chosen.scatter(1, selection.positions, True)
+    found = []
+    for start in range(0, rows, ROWS):
+        stop = min(start + ROWS, rows)
+        size = first + stop
+        scene = Scene(query[:, start:stop], store.keys(size), layer.scaling)
+        own = torch.arange(first + start, size, device=device)
+        low = torch.tensor([_band(selection, at) for at in range(first + start, size)], device=device)
+        entry = torch.arange(size, device=device)
+        seen = chosen[:, None, :size] | ((entry >= low[:, None]) & (entry <= own[:, None]))
+        found.append((scene.weights(stop - start) * seen[:, None]).sum(-1).mean((0, 1)))
+    return torch.cat(found)

@@ -55,6 +55,8 @@ class EvictedLayer(CacheLayerMixin):
         self.keys, self.values, self.is_initialized = key_states, value_states, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+        # Some models hand out fp32 keys beside bf16 values under autocast; attention and scorers see one dtype.
+        key_states = key_states.to(value_states.dtype)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         else:
@@ -163,7 +165,7 @@ class EvictedCache(Cache):
         self, slot: EvictedLayer, layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor
     ) -> None:
         split = self.policy.split(query.shape[1])
-        scene = Scene(query, key, layer.scaling, layer.index, self.notes)
+        scene = Scene(query, key, layer.scaling, layer.index, self.notes, layer.sink_logits)
         slot.selection = Selection.of(front_positions(self.policy, split, scene), key, value, split)
         # A copy, so that what was evicted is given back.
         slot.keys, slot.values = (x[:, :, split.tail_start :].clone() for x in (slot.keys, slot.values))

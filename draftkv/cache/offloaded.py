@@ -69,7 +69,7 @@ class StoredLayer(EvictedLayer):
         self.store, self.queries = Store(place), None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
-        self.store.append(key_states[0], value_states[0])
+        self.store.append(key_states[0].to(value_states.dtype), value_states[0])
         return super().update(key_states, value_states)
 
     @property
@@ -107,22 +107,24 @@ class OffloadedCache(EvictedCache):
     """KV cache of one sequence under a policy that may select again; used like `EvictedCache`.
 
     Args:
-        branching: decide on the host whether a step trigger fired, instead of merging both outcomes on the device.
+        branching: decide on the host whether a step trigger fired, instead of merging both outcomes on the device
+            (which waits for nothing where `store` is the device).
+        timed: wait for the device before and after selecting, so that `cost.seconds` is its time and no other's.
         measure: record what share of the full cache's attention mass every row attends to (costs a full scan).
     """
 
     def __init__(
         self, config: PretrainedConfig, policy: Policy, notes: Notes | None = None, *, branching: bool = False,
-        measure: bool = False,
+        measure: bool = False, timed: bool = False,
     ):
         super().__init__(config, policy, notes)
-        self.branching, self.cost = branching, RefreshCost()
+        self.branching, self.timed, self.cost = branching, timed, RefreshCost()
         self.clock = Clock(policy.trigger)
         self.tau: Tensor | None = None
         self.probe = _Probe() if measure else None
         self._history: list[_State] = []
         self._summaries: dict[int, Tensor] = {}
-        self._scaling: dict[int, float] = {}
+        self._infos: dict[int, LayerInfo] = {}
 
     @staticmethod
     def _layer(policy: Policy, index: int, stock: DynamicLayer) -> EvictedLayer:
@@ -135,7 +137,9 @@ class OffloadedCache(EvictedCache):
 
     @property
     def moved_bytes(self) -> dict[str, int]:
-        """Bytes that crossed between the device and a store on the host since decoding began, by direction."""
+        """Bytes between the device and a store on the host since decoding began, by direction: every new entry, and
+        the vectors that selections need (`Scorer.reads`). This executor copies whole keys instead of keeping digests
+        and candidates apart, so on a device with memory of its own it moves more than that."""
         stores = [layer.store for layer in self.stored_layers.values()]
         return {"to_host": sum(s.bytes_in for s in stores), "to_device": int(sum(s.bytes_out for s in stores))}
 
@@ -152,6 +156,7 @@ class OffloadedCache(EvictedCache):
             return out
         rows = []
         for i in range(ids.shape[1]):
+            self.notes.residue.clear()
             rows.append(super().forward(model, ids[:, i : i + 1], 1, vocab))
             self._history.append(self._state())
         return torch.cat(rows[-keep:] if keep else rows)
@@ -191,21 +196,27 @@ class OffloadedCache(EvictedCache):
         Every token but the last emitted one must have been fed and committed: the new selection holds from that
         token's row on. `clock.at_check(verified)` says whether asking is due.
         """
-        trigger, start = self.policy.trigger, time.perf_counter()
+        trigger, start = self.policy.trigger, self._now()
         summaries = {}
-        if trigger.kind == "adaptive" and trigger.drift_above is not None:
+        if trigger.kind == "adaptive" and trigger.drift_above is not None and self.stored_layers:
             summaries = {i: self._summary(layer) for i, layer in self.stored_layers.items()}
             drifts = [1 - float(torch.dot(new, self._summaries[i])) for i, new in summaries.items()]
             self.clock.signals.drift = sum(drifts) / len(drifts)
         fired = self.clock.check(verified)
         if fired:
+            self.notes.residue.clear()
             for i, layer in self.stored_layers.items():
                 if trigger.kind != "similarity" or self._moved(i, layer, trigger.threshold):
                     self._select_again(i, layer)
             self._summaries.update(summaries)
             self._history = [self._state()]
-        self.cost.seconds += time.perf_counter() - start
+        self.cost.seconds += self._now() - start
         return fired
+
+    def _now(self) -> float:
+        if self.timed and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def _summary(self, layer: StoredLayer) -> Tensor:
         """Normalised query summary: per head the mean over recent rows, heads concatenated. RefreshKV compares the
@@ -224,7 +235,7 @@ class OffloadedCache(EvictedCache):
     def _select_again(self, index: int, layer: StoredLayer) -> None:
         stored = len(layer.store)
         split = self.policy.split(self.prompt_len, stored)
-        scene = self._scene(index, layer, stored)
+        scene = self._scene(self._infos[index], layer, stored)
         positions = front_positions(self.policy, split, scene, first=False)
         layer.selection = Selection(positions, *layer.store.gather(positions), split)
         layer.drop_oldest(layer.stale)
@@ -236,9 +247,9 @@ class OffloadedCache(EvictedCache):
         self.cost.refreshes, self.cost.reads = self.cost.refreshes + fired, self.cost.reads + reads
         layer.store.read(reads)
 
-    def _scene(self, index: int, layer: StoredLayer, stored: int) -> Scene:
+    def _scene(self, info: LayerInfo, layer: StoredLayer, stored: int) -> Scene:
         query = layer.queries[:, -self.policy.query_rows :]
-        return Scene(query, layer.store.keys(stored), self._scaling[index], index, self.notes)
+        return Scene(query, layer.store.keys(stored), info.scaling, info.index, self.notes, info.sink_logits)
 
     # Attention.
 
@@ -246,7 +257,7 @@ class OffloadedCache(EvictedCache):
         self, slot: StoredLayer, layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor
     ) -> None:
         super()._first_selection(slot, layer, query, key, value)
-        self._scaling[layer.index] = layer.scaling
+        self._infos[layer.index] = layer
         slot.remember(query[:, -self.policy.query_rows :])
         if self.policy.trigger.detects:
             basis = prefix_basis(key, self.policy.trigger.rank)
@@ -259,9 +270,9 @@ class OffloadedCache(EvictedCache):
         slot.remember(query)
         self.cost.steps += query.shape[1]
         if self.policy.trigger.level == "step":
-            start = time.perf_counter()
+            start = self._now()
             self._step(slot, layer, query)
-            self.cost.seconds += time.perf_counter() - start
+            self.cost.seconds += self._now() - start
         if self.probe is not None:
             self._measure(slot, layer, query)
         tail = key[:, slot.stale :], value[:, slot.stale :]
@@ -284,7 +295,7 @@ class OffloadedCache(EvictedCache):
         alone = self.branching or (old.split.sinks, old.split.selected) != (split.sinks, split.selected)
         if alone and not fired:
             return
-        scene = self._scene(layer.index, slot, stored + 1)
+        scene = self._scene(layer, slot, stored + 1)
         positions = front_positions(self.policy, split, scene, first=False)
         if alone:
             slot.selection = Selection(positions, *slot.store.gather(positions), split)
@@ -302,6 +313,10 @@ class OffloadedCache(EvictedCache):
             self.probe.mass.setdefault(first + row, {})[layer.index] = share
 
 
-def cache_for(config: PretrainedConfig, policy: Policy, notes: Notes | None = None) -> EvictedCache:
+def cache_for(
+    config: PretrainedConfig, policy: Policy, notes: Notes | None = None, timed: bool = False
+) -> EvictedCache:
     """The executor that runs a policy live: evicted, unless its trigger may bring entries back."""
-    return OffloadedCache(config, policy, notes) if policy.reselects else EvictedCache(config, policy, notes)
+    if policy.reselects:
+        return OffloadedCache(config, policy, notes, timed=timed)
+    return EvictedCache(config, policy, notes)

@@ -24,11 +24,12 @@ class _Watched:
 
     def _mass(self, layer: LayerInfo, query: Tensor, key: Tensor) -> Tensor:
         total, length = 0.0, query.shape[1]
-        for start in range(self.prompt_len, length, ROWS):
+        start_row = min(self.prompt_len, length - 1)  # an answer of one token has no row of its own
+        for start in range(start_row, length, ROWS):
             stop = min(start + ROWS, length)
-            scene = Scene(query[:, start:stop], key[:, :stop], layer.scaling)
+            scene = Scene(query[:, start:stop], key[:, :stop], layer.scaling, sink_logits=layer.sink_logits)
             total = total + scene.weights(stop - start)[..., : self.prompt_len].sum(2).mean(1)
-        return total / (length - self.prompt_len)
+        return total / (length - start_row)
 
 
 @torch.no_grad()

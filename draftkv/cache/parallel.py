@@ -37,11 +37,20 @@ class Segment:
     epochs: tuple[int, ...] | None = None
     notes: Notes = field(default_factory=Notes, compare=False)
 
+    @property
+    def renewed(self) -> Sequence[int]:
+        """Rows from which a new selection holds."""
+        return due_rows(self.policy, self.stop - self.start) if self.epochs is None else self.epochs
+
+    @property
+    def refreshes_at_once(self) -> bool:
+        """Whether the first row already sees a second selection, which may be another scorer's."""
+        return 0 in self.renewed
+
     def boundaries(self) -> list[int]:
         """First rows of all epochs, the first one (0) included, and the number of rows."""
         size = self.stop - self.start
-        later = due_rows(self.policy, size) if self.epochs is None else self.epochs
-        return [0, *(row for row in later if 0 < row < size), size]
+        return [0, *(row for row in self.renewed if 0 < row < size), size]
 
 
 @dataclass(frozen=True)
@@ -125,8 +134,11 @@ def _attend_segment(
             with torch.no_grad():
                 asked = 0 if begin == 0 else max(0, stored - policy.query_rows)
                 recent = span(query, asked, stored)
-                scene = Scene(recent, span(key, 0, stored), layer.scaling, layer.index, segment.notes)
-                kept = front_positions(policy, split, scene, first=begin == 0)
+                scene = Scene(
+                    recent, span(key, 0, stored), layer.scaling, layer.index, segment.notes, layer.sink_logits
+                )
+                at_once = policy.scorer if begin == 0 and segment.refreshes_at_once else None
+                kept = front_positions(policy, split, scene, begin == 0, at_once)
             front = gather(span(key, 0, stored), kept), gather(span(value, 0, stored), kept)
         low = split.tail_start
         tail = span(key, low, high), span(value, low, high)

@@ -151,7 +151,9 @@ class Policy(BaseModel):
             if isinstance(given, str):
                 merged[part] = {"kind": given}
             elif isinstance(given, dict) and "kind" not in given:  # an override of some of the preset's own keys
-                merged[part] = {**preset.get(part, {}), **given}
+                if part not in preset:
+                    raise ValueError(f"{part}: which kind? '{name}' has none whose keys could be overridden")
+                merged[part] = {**preset[part], **given}
         return merged
 
     @model_validator(mode="after")
@@ -168,6 +170,11 @@ class Policy(BaseModel):
             raise ValueError(f"budget {self.budget}: a fraction of the prompt is between 0 and 1, entries are whole")
         if isinstance(self.budget, int) and self.budget < self.kept_sinks + 1:
             raise ValueError(f"budget {self.budget} is smaller than sinks + 1 = {self.kept_sinks + 1}")
+        if isinstance(self.budget, int) and self.scorer.kind != "none" and self._room(self.budget) < self.scorer.block:
+            raise ValueError(
+                f"budget {self.budget}: sinks ({self.kept_sinks}) and window ({self._window(self.budget)}) leave no"
+                f" room for scorer '{self.scorer.kind}' to select {self.scorer.block}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -176,6 +183,12 @@ class Policy(BaseModel):
             raise ValueError(f"trigger '{self.trigger.kind}' selects again, but scorer 'none' selects nothing")
         if self.reselects and self.scorer.kind == "oracle":
             raise ValueError("scorer 'oracle' selects once, from the finished answer: its trigger is 'never'")
+        if self.trigger.detects and self.scorer.kind == "bacon":
+            raise ValueError(f"scorer 'bacon' carries maps from layer to layer, but under '{self.trigger.kind}' layers"
+                             " select apart; use it as `initial`")  # fmt: skip
+        if self.scorer.block % self.first_scorer.block:
+            raise ValueError(f"blocks of {self.first_scorer.block} (initial) do not divide those of the scorer, "
+                             f"{self.scorer.block}")  # fmt: skip
         return self
 
     @property
@@ -190,7 +203,12 @@ class Policy(BaseModel):
     @property
     def is_parallel(self) -> bool:
         """Whether one teacher-forced forward shows it: selections depend on nothing but positions and the prompt."""
-        return self.trigger.kind in ("never", "every") and self.scorer.kind != "oracle"
+        return self.trigger.kind in ("never", "every") and not self.needs_answer
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether its first selection is made from the uncompressed answer (`draftkv.cache.oracle`)."""
+        return "oracle" in (self.scorer.kind, self.first_scorer.kind)
 
     @property
     def first_scorer(self) -> Scorer:
@@ -211,8 +229,16 @@ class Policy(BaseModel):
     def entries(self, prompt_len: int) -> int | None:
         """Budget in entries for a prompt of `prompt_len` tokens (a fraction is rounded down, at least sinks + 1)."""
         if isinstance(self.budget, float):
-            return max(self.kept_sinks + 1, int(self.budget * prompt_len))
+            return max(self.kept_sinks + 1, _floor(self.budget * prompt_len))
         return self.budget
+
+    def _window(self, budget: int) -> int:
+        window = _floor(self.rho * budget) if self.window is None else self.window
+        return min(window, budget - self.kept_sinks)
+
+    def _room(self, budget: int) -> int:
+        """Entries that a scorer may select, when the prompt has them."""
+        return budget - self.kept_sinks - self._window(budget)
 
     def split(self, prompt_len: int, stored: int | None = None) -> Split:
         """Divide the budget for a prompt of `prompt_len` tokens; see the module's docstring for the rule.
@@ -225,9 +251,9 @@ class Policy(BaseModel):
             return Split(0, 0, None, 0)
         if stored is not None and self.generated == "sliding":
             prompt_len = stored
-        window = min(int(self.rho * budget) if self.window is None else self.window, budget - self.kept_sinks)
+        window = self._window(budget)
         sinks = min(self.kept_sinks, prompt_len)
-        room = max(0, min(budget - self.kept_sinks - window, prompt_len - sinks - window))
+        room = max(0, min(self._room(budget), prompt_len - sinks - window))
         block = self.scorer.block
         selected = 0 if self.scorer.kind == "none" else room // block * block
         sliding = budget - sinks - selected
@@ -251,10 +277,12 @@ class Policy(BaseModel):
         default = Policy.model_construct(**{"scorer": NoScorer(), **preset})
         words = [self.policy, f"B={self.budget}"]
         if self.scorer.kind != "none" and self.window is None:
-            words.append(f"rho={self.rho:g}")
-        for name in ("window", "sinks", "prefill", "generated", "dense_layers"):
+            words.append(f"rho={self.rho:.10g}")
+        for name in ("window", "sinks", "prefill", "generated", "dense_layers", "store"):
             if getattr(self, name) != getattr(default, name):
                 words.append(f"{name}={getattr(self, name)}")
+        if self.initial is None and preset.get("initial"):
+            words.append("initial=none")
         for part in ("scorer", "initial", "trigger"):
             words += _differences(getattr(self, part), preset.get(part), prefix=part)
         return " ".join(words)
@@ -267,5 +295,12 @@ def _differences(part: BaseModel | None, usual: dict[str, Any] | None, prefix: s
     kind = (usual or {}).get("kind", "none" if prefix == "scorer" else "never")
     words = [] if part.kind == kind else [f"{prefix}={part.kind}"]
     common = {**type(part)().model_dump(), **(usual or {} if part.kind == kind else {})}
-    return words + [f"{k}={v}" for k, v in part.model_dump().items()
+    # Two parts may have a key of the same name, and a label tells policies apart.
+    before = "" if prefix == "scorer" else f"{prefix}."
+    return words + [f"{'' if k == 'delta' else before}{k}={v}" for k, v in part.model_dump().items()
                     if k != "kind" and (v != common.get(k) or k == "delta")]  # fmt: skip
+
+
+def _floor(value: float) -> int:
+    """floor, but 0.57 * 100 is 57 though floats say 56.99999999999999."""
+    return math.floor(round(value, 6))

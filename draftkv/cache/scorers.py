@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
 from draftkv.errors import InputError
@@ -25,12 +25,12 @@ class Notes:
     """What scorers and triggers remember of one sequence, between layers and between selections.
 
     Attributes:
-        prompt: layer -> tensors that `prepare` made of the prompt, by scorer kind.
-        residue: layer -> what the layer's last scoring left for later layers (BACON).
+        prompt: layer -> what was made of the prompt: the scorer that prepared it, or a name, -> its tensors.
+        residue: (stored entries, layer) -> what a scoring left for later layers of the same selection (BACON).
     """
 
-    prompt: dict[int, dict[str, Any]] = field(default_factory=dict)
-    residue: dict[int, Tensor] = field(default_factory=dict)
+    prompt: dict[int, dict[Any, Any]] = field(default_factory=dict)
+    residue: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Scene:
         scaling: factor on the logits.
         layer: index of the layer.
         notes: memory of the sequence.
+        sink_logits: [H] learned attention sinks, part of every softmax; None where there are none.
         count: entries about to be selected per KV head; `select` sets it.
         start: first candidate, where blocks begin (the number of sinks); `select` sets it.
     """
@@ -52,6 +53,7 @@ class Scene:
     scaling: float
     layer: int = 0
     notes: Notes = field(default_factory=Notes)
+    sink_logits: Tensor | None = None
     count: int = 0
     start: int = 0
 
@@ -67,11 +69,22 @@ class Scene:
 
     def weights(self, rows: int) -> Tensor:
         """Causal softmax attention of the last `rows` queries over all stored entries: [G, H / G, rows, S] in fp32."""
-        query = self.grouped(rows)
-        logits = query @ self.key.float().transpose(1, 2)[:, None] * self.scaling
+        with torch.autocast(self.key.device.type, enabled=False):
+            query = self.grouped(rows)
+            logits = query @ self.key.float().transpose(1, 2)[:, None] * self.scaling
         own = torch.arange(self.stored - query.shape[2], self.stored, device=query.device)
         future = torch.arange(self.stored, device=query.device)[None] > own[:, None]
-        return logits.masked_fill(future, float("-inf")).softmax(-1)
+        logits = logits.masked_fill(future, float("-inf"))
+        if self.sink_logits is None:
+            return logits.softmax(-1)
+        sinks = self.sink_logits.float().view(*query.shape[:2], 1, 1).expand(-1, -1, query.shape[2], -1)
+        return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+
+
+def _is_odd(width: int) -> int:
+    if width % 2 == 0:
+        raise ValueError(f"{width}: an even width would shift the scores by half an entry; use an odd one")
+    return width
 
 
 class _Scorer(BaseModel):
@@ -119,6 +132,7 @@ class SnapKVScorer(_Scorer):
     kind: Literal["snapkv"] = "snapkv"
     observation: int = Field(32, ge=1, description="number of last queries that vote")
     pool: int = Field(5, ge=1, description="width of the pooling over positions (odd)")
+    _odd = field_validator("pool")(_is_odd)
     pooling: Literal["mean", "max"] = "mean"
     group: Literal["mean", "max"] = Field("mean", description="over the query heads that share a key head")
 
@@ -188,13 +202,14 @@ class BaconScorer(_Scorer):
 
     Readings: B_top and V_top are each map's own 2 * count largest values per KV head, among the candidates (so without
     sinks), fewer when there are fewer; std is the population's; lambda is 0 when V_top has no spread. "Previous layers"
-    are the nearest layers below that were scored, full-attention or refreshed ones only; a map scored on fewer entries
-    counts as 0 on the rest. One width serves both poolings. When a cache is scored again, "last" is most recent.
+    are the nearest full-attention layers below that were scored for the same selection. One width serves both
+    poolings. When a cache is scored again, "last" is most recent.
     """
 
     kind: Literal["bacon"] = "bacon"
     observation: int = Field(64, ge=1, description="number of last queries that vote")
     pool: int = Field(5, ge=1, description="width of both poolings over positions (odd)")
+    _odd = field_validator("pool")(_is_odd)
     strength: float = Field(0.5, ge=0, description="weight c of the last query's excess, in spreads of B")
     layers: int = Field(4, ge=1, description="previous scored layers whose excess is averaged in")
 
@@ -207,12 +222,11 @@ class BaconScorer(_Scorer):
         base = _pooled(weights.mean(1), self.pool)
         excess = (_pooled(weights[:, -1], self.pool) - base).relu()
         residue = scene.notes.residue
-        residue[scene.layer] = excess
+        residue[scene.stored, scene.layer] = excess
         evidence = excess + _pooled(excess, self.pool)
-        before = sorted(layer for layer in residue if layer < scene.layer)[-self.layers :]
+        before = sorted(i for stored, i in residue if stored == scene.stored and i < scene.layer)[-self.layers :]
         if before:
-            # A negative width crops.
-            evidence += torch.stack([F.pad(residue[i], (0, end - residue[i].shape[1])) for i in before]).mean(0)
+            evidence += torch.stack([residue[scene.stored, i] for i in before]).mean(0)
         top = max(1, min(2 * scene.count, end - scene.start))
         best = base[:, scene.start :].topk(top).values
         found = evidence[:, scene.start :].topk(top).values
@@ -301,7 +315,7 @@ class InfiniGenScorer(_Scorer):
         return {"columns": axes.gather(2, best[:, None].expand(-1, axes.shape[1], -1))}
 
     def score(self, scene: Scene, end: int) -> Tensor:
-        columns = scene.notes.prompt[scene.layer]["columns"]
+        columns = scene.notes.prompt[scene.layer][self]["columns"]
         query = scene.grouped(1)[:, :, 0].mean(1, keepdim=True) @ columns
         return (query @ (scene.key[:, :end].float() @ columns).transpose(1, 2))[:, 0] * scene.scaling
 
@@ -323,7 +337,7 @@ class LowRankScorer(_Scorer):
         return {"basis": prefix_basis(scene.key, self.rank)}
 
     def score(self, scene: Scene, end: int) -> Tensor:
-        basis, query = scene.notes.prompt[scene.layer]["basis"], scene.grouped(1)[:, :, 0]
+        basis, query = scene.notes.prompt[scene.layer][self]["basis"], scene.grouped(1)[:, :, 0]
         key = scene.key[:, scene.start : end]
         rough = query @ basis @ (key.float() @ basis).transpose(1, 2) * scene.scaling
         order = rough.softmax(-1).mean(1).sort(dim=-1, descending=True, stable=True).indices
@@ -380,6 +394,8 @@ def select(scorer: _Scorer, scene: Scene, sinks: int, count: int, end: int) -> T
     score = score[:, : blocks * block].view(score.shape[0], blocks, block).mean(-1)
     best = score.sort(dim=-1, descending=True, stable=True).indices[:, : count // block].sort(-1).values
     picked = best[:, :, None] * block + torch.arange(block, device=key.device)
+    if picked[0].numel() != count:
+        raise ValueError(f"{count} entries in blocks of {block} from {blocks} blocks")
     return picked.flatten(1) + sinks
 
 

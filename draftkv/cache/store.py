@@ -33,7 +33,7 @@ class Store:
         for buffer, new in ((self._keys, keys), (self._values, values)):
             buffer[:, self.size : self.size + count] = new.to(buffer.device)
         if self.basis is not None:
-            new = keys.float() @ self.basis
+            new = self._in_basis(keys)
             if self.size + count > self._projected.shape[1]:
                 self._projected = self._grown(self._projected, self.size + count)
             self._projected[:, self.size : self.size + count] = new
@@ -60,7 +60,11 @@ class Store:
     def project(self, basis: Tensor) -> None:
         """Keep all keys, present and future, in the columns of `basis` [G, D, r] as well, on the device."""
         self.basis = basis
-        self._projected = self._keys[:, : self.size].to(basis.device).float() @ basis
+        self._projected = self._in_basis(self._keys[:, : self.size].to(basis.device))
+
+    def _in_basis(self, keys: Tensor) -> Tensor:
+        with torch.autocast(keys.device.type, enabled=False):
+            return keys.float() @ self.basis
 
     @property
     def projected(self) -> Tensor:

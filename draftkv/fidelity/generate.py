@@ -154,7 +154,7 @@ def generate(
     prompt = torch.tensor([prompt_ids], device=device)
     runs = []
     for policy in policies:
-        own = notes if policy.scorer.kind == "oracle" else None
+        own = notes if policy.needs_answer else None
         is_measured = policy == measured
         cache = (OffloadedCache(model.config, policy, own, measure=True) if is_measured
                  else cache_for(model.config, policy, own))  # fmt: skip

@@ -95,7 +95,7 @@ def _generate(
     yardstick: Policy | None = None,
 ) -> list[Generation]:
     notes = None
-    if any(p.scorer.kind == "oracle" for p in policies):
+    if any(p.needs_answer for p in policies):
         # The oracle's weights are those of the answer's rows; an answer of one token has only its last one.
         notes = oracle_notes(sample.model, sample.prompt_ids, answer if len(answer) > 1 else answer * 2)
     return generate(sample.model, sample.prompt_ids, policies, limit, subject.stops, vocab=len(subject.tokenizer),

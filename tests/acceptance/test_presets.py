@@ -7,6 +7,7 @@ from helpers import ROOT, call, write_recipe
 from matrix import policy
 from omegaconf import OmegaConf
 
+from draftkv import cli
 from draftkv.cache.policy import PRESETS, Policy
 from draftkv.recipe import View
 
@@ -56,10 +57,17 @@ def test_the_report_shows_refresh_rates(run):
     assert "refresh rate" in text and "rift_dyn" in text
 
 
-def test_live_decoding_agrees_with_replay_for_every_preset(run, capsys):
-    assert call("eval/live.py", run[0], "--prompts", "1", "--drafter", "rehearsal:llama@1") == 0
-    out = capsys.readouterr().out
-    assert "what selecting again cost" in out
+def test_live_decoding_agrees_with_replay_for_every_preset(run):
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli.console, "print", lambda *tables, **_: seen.extend(tables))
+        assert call("eval/live.py", run[0], "--prompts", "2", "--drafter", "rehearsal:llama@1") == 0
+    first, costs = (
+        [dict(zip([c.header for c in t.columns], cells, strict=True))
+         for cells in zip(*(c.cells for c in t.columns), strict=True)] for t in seen if hasattr(t, "columns")
+    )  # fmt: skip
+    assert len(first) == len(PRESETS) and {line["same blocks"] for line in first} == {"2"}
+    assert len(costs) == sum("trigger" in parts for parts, _ in PRESETS.values())
 
 
 def test_the_table_of_the_readme_names_every_preset():
@@ -83,3 +91,83 @@ def test_a_view_draws_delta_and_phase():
 def test_views_that_training_cannot_show_are_refused(name):
     with pytest.raises(ValueError, match="looks at the run"):
         View.model_validate({**policy(name, BUDGET).model_dump()})
+
+
+def perturbed():
+    """Pairs of policies that differ in one part."""
+    rcr, dyn = {"policy": "rcr", "budget": 64}, {"policy": "rift_dyn", "budget": 64}
+    yield {**rcr, "scorer": {"rank": 4}}, {**rcr, "trigger": {"rank": 4}}
+    yield rcr, {**rcr, "initial": None}
+    yield rcr, {**rcr, "initial": {"observation": 32}}
+    yield dyn, {**dyn, "store": "device"}
+    yield {**dyn, "rho": 0.5}, {**dyn, "rho": 0.50000001}
+    yield dyn, {**dyn, "trigger": {"phase": 3}}
+    yield dyn, {**dyn, "scorer": {"pooling": "max"}}
+    yield {**dyn, "budget": 0.25}, {**dyn, "budget": 25}
+
+
+@pytest.mark.parametrize("one, other", perturbed())
+def test_a_label_tells_policies_apart(one, other):
+    """Records are known by it."""
+    one, other = Policy.model_validate(one), Policy.model_validate(other)
+    assert one != other and one.label != other.label
+
+
+@pytest.mark.parametrize("parts, message", [
+    ({"policy": "rcr", "budget": 32}, "leave no room for scorer 'lowrank'"),
+    ({"policy": "quest", "budget": 20}, "leave no room for scorer 'quest' to select 16"),
+    ({"policy": "rcr", "budget": 64, "initial": {"kind": "quest", "block": 8}}, "do not divide"),
+    ({"policy": "rift_stat", "budget": 64, "scorer": {"pool": 4}}, "use an odd one"),
+    ({"policy": "rift_stat", "budget": 64, "trigger": {"delta": 4}}, "which kind"),
+    ({"policy": "bacon", "budget": 96, "trigger": "fixed_threshold"}, "use it as `initial`"),
+])  # fmt: skip
+def test_parts_that_do_not_fit_are_refused(parts, message):
+    with pytest.raises(ValueError, match=message):
+        Policy.model_validate(parts)
+
+
+@pytest.mark.parametrize("view, message", [
+    ({"policy": "rift_dyn", "budget": 32, "initial": "oracle"}, "'oracle' looks at the run"),
+    ({"policy": "rift_ada", "budget": 32, "delta": 64}, "delta"),
+])  # fmt: skip
+def test_views_with_parts_that_do_not_fit_are_refused(view, message):
+    with pytest.raises(ValueError, match=message):
+        View.model_validate(view)
+
+
+def test_a_view_may_name_its_trigger_as_a_word():
+    import random
+
+    view = View.model_validate({"policy": "rift_dyn", "budget": 32, "trigger": "every", "delta": [4, 9]})
+    assert 4 <= view.draw(random.Random(0)).trigger.delta <= 9
+
+
+def test_layers_that_are_all_dense_are_refused(run, capsys):
+    policies = "eval.policies=[full, {policy: quest, budget: 40, dense_layers: 3}]"
+    assert call("eval/acceptance.py", run[0], policies, "--drafter", "rehearsal:llama@1") == 2
+    assert "keeps layers 0 to 2 dense" in capsys.readouterr().err
+
+
+def test_ties_are_counted_once_however_often_a_row_is_fed():
+    from draftkv.acceptance.replay import Replay
+    from draftkv.cache.attention import ATTENTION
+    from draftkv.rehearsal import tiny_model
+
+    model = tiny_model("llama", tie_word_embeddings=False)
+    model.set_attn_implementation(ATTENTION)
+    model.get_output_embeddings().weight.data.zero_()
+    row = {"prompt_ids": list(range(30)), "response_ids": [5] * 20, "temperature": 0.0, "finish_reason": "length",
+           "row_id": "r", "response_logprobs": []}  # fmt: skip
+    often = policy("rift_dyn", 12, trigger={"delta": 2})
+    for found in Replay(7).row(model, row, [policy("full", 0), policy("rift_stat", 12), often, policy("rcr", 12)]):
+        assert found.ties == 20
+
+
+def test_shares_and_entries_are_not_drawn_on_one_axis():
+    from draftkv.acceptance.families import families
+
+    specs = {}
+    for budget in (0.25, 0.5, 64, 128):
+        one = Policy.model_validate({"policy": "rift_stat", "budget": budget})
+        specs[one.label] = one.model_dump(mode="json")
+    assert sorted(tuple(f.members) for f in families(specs)) == [(0.25, 0.5), (64, 128)]

@@ -20,6 +20,7 @@ from matrix import (
 )  # fmt: skip
 
 from draftkv.acceptance.replay import Replay
+from draftkv.cache.drift import captured, evicted_mass
 from draftkv.cache.offloaded import OffloadedCache
 from draftkv.cache.policy import PRESETS, Policy
 
@@ -51,7 +52,7 @@ def test_offloaded_equals_one_forward_under_literal_masks(arch, name):
 def test_prompts_shorter_than_windows_pages_and_budgets(arch, name, prompt_len):
     """The budget fills up while decoding, so the split still changes when an entry is brought back."""
     ids, m = tokens(prompt_len + 30, seed=prompt_len), model(arch)
-    pol = policy(name, 9)
+    pol = policy(name, 13 if name == "arkvale" else 9)  # a page of sinks, a window and a page to select
     cache = Recording(m.config, pol)
     got, _ = cached_logits(m, ids, prompt_len, pol, 3, 2, cache)
     assert (got - literal_logits(arch, ids, prompt_len, cache.seen)).abs().max() <= TOLERANCE
@@ -64,6 +65,44 @@ def test_offloaded_equals_evicted_where_nothing_comes_back(arch, name):
     evicted, _ = cached_logits(model(arch), IDS, PROMPT, pol)
     offloaded, _ = recorded(arch, pol, 3, 2)
     assert (evicted - offloaded).abs().max() <= TOLERANCE
+
+
+CROSSED = {"snapkv": {"observation": 8}, "bacon": {"observation": 8}, "random": {}, "exact": {}, "quest": {"block": 4},
+           "arkvale": {"block": 4}, "infinigen": {}, "lowrank": {"rank": 4}}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3_5", "gpt_oss"])
+@pytest.mark.parametrize("scorer", CROSSED)
+@pytest.mark.parametrize("trigger", [{"kind": "every", "delta": 1}, {"kind": "every", "delta": 5},
+                                     {"kind": "every", "delta": 6, "phase": 1}], ids=["1", "5", "6+1"])  # fmt: skip
+@pytest.mark.parametrize("initial", [None, "random"])
+def test_every_scorer_selects_the_same_in_parallel_and_offloaded(arch, scorer, trigger, initial):
+    """Each selection sees what its own moment knows: nothing of later epochs, nothing of other selections."""
+    pol = Policy(budget=12, sinks=2, window=4, initial=initial, trigger=trigger,
+                 scorer={"kind": scorer, **CROSSED[scorer]})  # fmt: skip
+    got, _ = recorded(arch, pol, 1, 0)
+    assert (got - parallel_logits(model(arch), IDS, PROMPT, pol)).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("scorer", CROSSED)
+@pytest.mark.parametrize("trigger", ["always", "fixed_threshold", "rate_controlled", "similarity"])
+@pytest.mark.parametrize("generated", ["sliding", "kept"])
+def test_every_scorer_with_every_trigger(scorer, trigger, generated):
+    """What rows saw explains their logits, rejected drafts leave no trace, merging equals branching."""
+    parts = {"kind": trigger, **({"tau": 0.2, "rank": 4} if trigger in ("fixed_threshold", "rate_controlled") else {})}
+    spec = {"budget": 12, "window": 4, "generated": generated, "trigger": parts,
+            "scorer": {"kind": scorer, **CROSSED[scorer]}}  # fmt: skip
+    if scorer == "bacon" and "tau" in parts:
+        with pytest.raises(ValueError, match="use it as `initial`"):
+            Policy.model_validate(spec)
+        return
+    pol, m = Policy.model_validate(spec), model("llama")
+    runs = [recorded("llama", pol, 1, 0), recorded("llama", pol, 1, 2)]
+    branched = Recording(m.config, pol.model_copy(update={"store": "device"}), branching=True)
+    runs.append(cached_logits(m, IDS, PROMPT, pol, 1, 0, branched))
+    for logits, cache in runs:
+        assert (logits - runs[0][0]).abs().max() <= TOLERANCE
+        assert (logits - literal_logits("llama", IDS, PROMPT, cache.seen)).abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -149,3 +188,46 @@ def test_selecting_again_changes_what_is_seen(arch, name):
     again, _ = recorded(arch, pol, 1, 0)
     stale, _ = recorded(arch, once, 1, 0)
     assert torch.equal(again[:PROMPT], stale[:PROMPT]) and (again - stale).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma3"])
+def test_bf16_replay_of_a_schedule_scores_the_keys_that_training_scores(arch):
+    """Under autocast some models hand out fp32 keys; the cache must hold what the parallel pass attends to."""
+    pol = policy("rift_dyn", 12, trigger={"delta": 8})
+    with torch.autocast("cpu", torch.bfloat16):
+        got, cache = recorded(arch, pol, 1, 0)
+        want = parallel_logits(model(arch), IDS, PROMPT, pol)
+    layers = cache.stored_layers.values()
+    assert {layer.store.keys().dtype for layer in layers} == {torch.bfloat16}
+    assert {layer.selection.keys.dtype for layer in layers} == {torch.bfloat16}
+    assert (got - want).abs().median() < 0.05
+
+
+def test_drift_is_the_same_number_under_autocast():
+    """It is compared with thresholds of a few hundredths, which bf16 would blur."""
+    drifts = []
+    for enabled in (False, True):
+        m, pol = model("llama"), policy("fixed_threshold", 12, trigger={"tau": 0.999, "rank": 16})
+        cache = OffloadedCache(m.config, pol)
+        cache.forward(m, IDS[:, :PROMPT], 1)
+        cache.commit()
+        slot, info = cache.stored_layers[0], cache._infos[0]
+        query = slot.queries[:, -1:]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            drifts.append((float(evicted_mass(info, query, slot)), float(captured(info, query, slot))))
+    assert drifts[0] == drifts[1]
+
+
+def test_replay_keeps_no_history_of_steps_that_are_final():
+    pol = policy("rcr", 12)
+    row = {"prompt_ids": IDS[0, :PROMPT].tolist(), "response_ids": tokens(40, seed=3)[0].tolist(), "temperature": 0.0,
+           "finish_reason": "length", "row_id": "r", "response_logprobs": []}  # fmt: skip
+    made = []
+
+    class Watched(OffloadedCache):
+        def _state(self):
+            made.append(len(self._history))
+            return super()._state()
+
+    Replay(3, executor=Watched).row(model("llama"), row, [pol])
+    assert max(made) <= 2
