@@ -18,8 +18,8 @@ from helpers import ROOT, call, write_recipe
 from draftkv import models
 from draftkv.rehearsal import model_path
 
-COMMANDS = ["data/rollouts.py", "train/distill.py", "train/export.py", "eval/acceptance.py", "eval/live.py",
-            "eval/report.py", "train/sweep.py"]  # fmt: skip
+COMMANDS = ["data/rollouts.py", "data/signals.py", "train/distill.py", "train/export.py", "eval/acceptance.py",
+            "eval/live.py", "eval/staleness.py", "eval/report.py", "train/sweep.py"]  # fmt: skip
 WRITERS = ["data/rollouts.py", "train/distill.py", "train/sweep.py"]  # read prompts and models themselves
 HELD_OUT = ["eval/acceptance.py", "eval/live.py"]  # read the held-out prompts, to find their rollouts
 SPEED_BENCH = {"question_id": 1, "turns": ["a"], "category": "coding", "source": "x", "src_id": "y", "difficulty": None}

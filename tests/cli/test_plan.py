@@ -28,7 +28,8 @@ def test_every_recipe_has_a_plan(path):
 
 
 @pytest.mark.parametrize("script", ["data/rollouts.py", "train/distill.py", "train/export.py", "eval/acceptance.py",
-                                    "eval/live.py", "eval/report.py"])  # fmt: skip
+                                    "eval/live.py", "eval/report.py", "data/signals.py", "eval/staleness.py",
+                                    "eval/fidelity.py"])  # fmt: skip
 def test_every_command_has_a_plan_of_every_recipe(script, tmp_path, capsys, monkeypatch):
     """Without weights, network or a trace on the disk."""
 
