@@ -2,6 +2,8 @@
 # Installs, then runs the tests; needs no network after that.
 #
 #   bash launch/test.sh [arguments of pytest]        e.g. tests/parity -k gemma3 -x
+#
+# Without arguments: ruff, and every test in DRAFTKV_TEST_PROCESSES processes of one thread each (2).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 
@@ -11,6 +13,7 @@ export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 if [ $# -eq 0 ]; then
     echo "test: ruff"
     "$PY" -m ruff check .
+    set -- -n "${DRAFTKV_TEST_PROCESSES:-2}" --dist worksteal
 fi
 echo "test: pytest $*"
 begin=$SECONDS status=0

@@ -30,26 +30,20 @@ NEEDS = {
 }
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run; `pytest_terminal_summary` says so aloud."""
-    config.stash[SKIPPED] = skipped = {}
     for mark, (reason, is_there) in NEEDS.items():
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and not is_there():
-            skipped[mark] = len(marked)
             for item in marked:
-                item.add_marker(pytest.mark.skip(reason=reason))
+                item.add_marker(pytest.mark.skip(reason=f"NOT TESTED HERE, marked '{mark}': {reason}"))
 
 
-SKIPPED = pytest.StashKey[dict[str, int]]()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for mark, number in config.stash.get(SKIPPED, {}).items():
-        terminalreporter.write_line(f"NOT TESTED HERE: {number} tests marked '{mark}': {NEEDS[mark][0]}", yellow=True)
-    others = [r for r in terminalreporter.stats.get("skipped", []) if "NOT TESTED" in str(r.longrepr)]
-    for report in others:
-        terminalreporter.write_line(str(report.longrepr[2]).removeprefix("Skipped: "), yellow=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Read from the reports: with several processes, those are all that this one has seen of the tests."""
+    reasons = [str(r.longrepr[2]).removeprefix("Skipped: ") for r in terminalreporter.stats.get("skipped", [])]
+    for reason in sorted(set(reasons)):
+        terminalreporter.write_line(f"{reasons.count(reason)} skipped: {reason}", yellow=True)
 
 
 @pytest.fixture(scope="session")
