@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from draftkv.acceptance.live import LiveRun
     from draftkv.cache.policy import Policy
-    from draftkv.cache.scorers import Notes
+    from draftkv.cache.scene import Notes
 
 
 def main(args: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from draftkv.cache.evicted import EvictedCache
 from draftkv.cache.offloaded import OffloadedCache, RefreshCost, cache_for
 from draftkv.cache.policy import Policy
-from draftkv.cache.scorers import Notes
+from draftkv.cache.scene import Notes
 
 FULL = Policy(policy="full")
 

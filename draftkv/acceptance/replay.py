@@ -23,7 +23,7 @@ from draftkv.cache.offloaded import OffloadedCache, RefreshCost
 from draftkv.cache.oracle import oracle_notes
 from draftkv.cache.parallel import lay_out, passes, predicting_rows
 from draftkv.cache.policy import Policy
-from draftkv.cache.scorers import Notes
+from draftkv.cache.scene import Notes
 from draftkv.recipe import Recipe
 from draftkv.teacher.signals import head_logits
 

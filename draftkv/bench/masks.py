@@ -118,12 +118,13 @@ def register_per_head() -> None:
 @torch.no_grad()
 def per_head_mask(view: Any, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
     """[H, T, T] bool visibility of the parallel executor's rows; query [H, T, D], key [G, T, D]."""
-    from draftkv.cache.attention import LayerInfo, front_positions
+    from draftkv.cache.attention import front_positions
+    from draftkv.cache.scene import Scene
 
     row, tokens = view.rows[0], query.shape[1]
     prompt, policy = row.prompt_len, row.segments[0].policy
     split = policy.split(prompt)
-    kept = front_positions(policy, split, LayerInfo(layer, scaling), query[:, :prompt], key[:, :prompt])
+    kept = front_positions(policy, split, Scene(query[:, :prompt], key[:, :prompt], scaling, layer))
     own, entry = (torch.arange(start, tokens, device=key.device) for start in (prompt, 0))
     band = (entry <= own[:, None]) & (entry >= split.tail_start)
     if split.sliding is not None:

@@ -48,7 +48,7 @@ def step_worker(policy: str, prompt: int, budget: int, steps: int, model: str, l
     loaded.set_attn_implementation(ATTENTION)
     value = Policy.model_validate({"policy": policy, **({} if policy == "full" else {"budget": budget})})
     cache = cache_for(loaded.config, value)
-    ids = torch.randint(0, 1000, (1, prompt), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, min(1000, loaded.config.vocab_size), (1, prompt), generator=torch.Generator().manual_seed(0))
     token = cache.forward(loaded, ids, 1).argmax().view(1, 1)
     verified = 1
 

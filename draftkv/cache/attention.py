@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from draftkv.cache.policy import Policy, Split
-from draftkv.cache.scorers import Scene, Scorer, select
+from draftkv.cache.scene import Scene
+from draftkv.cache.scorers import Scorer, select
 
 ATTENTION = "draftkv"
 ROW_CHUNK = 1024  # rows whose mask is held at once

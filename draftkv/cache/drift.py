@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftkv.cache.attention import LayerInfo
-from draftkv.cache.scorers import Scene
+from draftkv.cache.scene import Scene
 
 if TYPE_CHECKING:
     from draftkv.cache.evicted import Selection

@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttent
 
 from draftkv.cache.attention import LayerInfo, attend_prompt, attend_rows, front_positions, gather
 from draftkv.cache.policy import Policy, Split
-from draftkv.cache.scorers import Notes, Scene
+from draftkv.cache.scene import Notes, Scene
 from draftkv.teacher.signals import head_logits
 
 

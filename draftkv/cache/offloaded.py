@@ -18,7 +18,8 @@ from draftkv.cache.attention import LayerInfo, attend_rows, front_positions
 from draftkv.cache.drift import captured, evicted_mass
 from draftkv.cache.evicted import EvictedCache, EvictedLayer, Selection
 from draftkv.cache.policy import Policy, Split
-from draftkv.cache.scorers import Notes, Scene, prefix_basis
+from draftkv.cache.scene import Notes, Scene
+from draftkv.cache.scorers import prefix_basis
 from draftkv.cache.store import Store
 from draftkv.cache.triggers import Clock
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from draftkv.cache.attention import LayerInfo
 from draftkv.cache.parallel import ParallelView, single
 from draftkv.cache.policy import Policy
-from draftkv.cache.scorers import Notes, Scene
+from draftkv.cache.scene import Notes, Scene
 
 ROWS = 128  # rows whose weights are held at once
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftkv.cache.attention import LayerInfo, attend_prompt, attend_rows, front_positions, gather
 from draftkv.cache.policy import Policy
-from draftkv.cache.scorers import Notes, Scene
+from draftkv.cache.scene import Notes, Scene
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from draftkv.cache.attention import LayerInfo
 from draftkv.cache.evicted import EvictedCache
 from draftkv.cache.offloaded import OffloadedCache, cache_for
 from draftkv.cache.policy import Policy
-from draftkv.cache.scorers import Notes
+from draftkv.cache.scene import Notes
 from draftkv.teacher.signals import head_logits
 
 

@@ -13,6 +13,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from draftkv.cache.policy import Policy
+from draftkv.cache.scene import Notes, Scene
 from draftkv.cache.scorers import (
     ArkValeScorer,
     BaconScorer,
@@ -20,11 +21,9 @@ from draftkv.cache.scorers import (
     InfiniGenScorer,
     LowRankScorer,
     NoScorer,
-    Notes,
     OracleScorer,
     QuestScorer,
     RandomScorer,
-    Scene,
     Scorer,
     SnapKVScorer,
     prefix_basis,

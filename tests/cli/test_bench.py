@@ -1,0 +1,26 @@
+"""Every comparison of eval/bench.py runs, at a size where its figures mean nothing."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+TINY = "rehearsal:llama"
+
+
+@pytest.mark.parametrize("words, expected", [
+    (["head", "--vocab", "8192", "--rows", "512", "--width", "32", "--repeats", "1"], "memory ratio"),
+    (["masks", "--tokens", "64", "--layers", "1", "--heads", "3", "--rounds", "1", "--policy", "rift_stat",
+      "--per-head", "sdpa", "eager"], "version"),
+    (["step", "--model", TINY, "--prompt", "48", "--budget", "16", "--steps", "3", "--repeats", "1"], "time ratio"),
+])  # fmt: skip
+def test_every_comparison_runs(tmp_path, words, expected):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(ROOT / "eval" / "bench.py"), *words, "--json", str(tmp_path / "figures.json")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert rows and any(expected in name for name in rows[0]), rows[0]
