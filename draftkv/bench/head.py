@@ -31,7 +31,7 @@ def head_rows(args: argparse.Namespace) -> list[Row]:
         plain, chunked = (measure("head", version=version, **settings) for version in ("plain", "chunked"))
         result.append(shared | {
             "plain GiB": plain["peak_bytes"] / 2**30, "chunked GiB": chunked["peak_bytes"] / 2**30,
-            "memory ratio": chunked["peak_bytes"] / plain["peak_bytes"],
+            "memory ratio": chunked["peak_bytes"] / max(1, plain["peak_bytes"]),  # tiny sizes fit what was held
             "plain s": plain["seconds"], "chunked s": chunked["seconds"],
             "time ratio": chunked["seconds"] / plain["seconds"],
             "CPU time ratio": chunked["cpu_seconds"] / plain["cpu_seconds"],

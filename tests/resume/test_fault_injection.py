@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 
 from helpers import call, write_recipe
 from safetensors.torch import load_file
@@ -23,6 +24,8 @@ def child(recipe, log) -> int:
         code = 1
         try:
             code = call("train/distill.py", recipe)
+        except BaseException:
+            traceback.print_exc(file=out)
         finally:
             out.flush()
             os._exit(code)
