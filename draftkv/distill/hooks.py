@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +87,25 @@ def save_weights(accelerator: Accelerator, model: torch.nn.Module, path: Path, f
         with writing(path, draft), quiet():
             model.save_pretrained(draft)
             (draft / "step.json").write_text(json.dumps(facts))
-        shutil.rmtree(path, ignore_errors=True)
+        # Moved aside, not removed first: a run killed in between still has the weights that were best before.
+        aside = _aside(path)
+        shutil.rmtree(aside, ignore_errors=True)
+        if path.exists():
+            path.rename(aside)
         draft.rename(path)
+        shutil.rmtree(aside, ignore_errors=True)
     accelerator.wait_for_everyone()
 
 
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}-before")
+
+
 def read_step(path: Path) -> dict[str, Any]:
-    """The facts that `save_weights` left, or nothing."""
+    """The facts that `save_weights` left, or nothing; weights that a killed run had moved aside come back first."""
+    if not path.exists():
+        with suppress(FileNotFoundError):  # there are none, or another process was quicker
+            _aside(path).rename(path)
     file = path / "step.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 

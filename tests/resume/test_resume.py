@@ -118,3 +118,28 @@ def test_native_window_export(undisturbed):
     assert "disable-hybrid-kv-cache-manager" in (native / "README.md").read_text()
     plain = json.loads((undisturbed / "export" / "config.json").read_text())
     assert plain.get("sliding_window") is None, "the plain export, which replay can evaluate, stays beside it"
+
+
+def test_weights_moved_aside_by_a_killed_run_come_back(tmp_path, monkeypatch):
+    """Killed after the old best weights were moved and before the new ones took their place."""
+    from accelerate import Accelerator
+
+    from draftkv.distill.hooks import read_step, save_weights
+    from draftkv.rehearsal import tiny_model
+
+    best, model, rename = tmp_path / "best", tiny_model("llama"), Path.rename
+    save_weights(Accelerator(cpu=True), model, best, {"step": 3})
+
+    def killed(self, target):
+        if self.name == ".best":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_weights(Accelerator(cpu=True), model, best, {"step": 6})
+    monkeypatch.undo()
+    assert not best.exists() and read_step(best) == {"step": 3} and (best / "model.safetensors").is_file()
+    save_weights(Accelerator(cpu=True), model, best, {"step": 6})
+    assert read_step(best) == {"step": 6} and [p.name for p in tmp_path.iterdir()] == ["best"]
+    assert read_step(tmp_path / "last") == {}
