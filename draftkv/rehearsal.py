@@ -17,7 +17,8 @@ from typing import Any
 from draftkv.cache.policy import Policy
 from draftkv.embedded import cache_dir
 from draftkv.errors import InputError
-from draftkv.recipe import Recipe, View, validate
+from draftkv.recipe import Recipe, View
+from draftkv.settings import validate
 from draftkv.shapes import shape_of
 
 PREFIX = "rehearsal:"
@@ -237,7 +238,7 @@ def rehearse(recipe: Recipe) -> Recipe:
         "every": 3, "rows": min(4, recipe.eval.rows or 4), "bootstrap": 100,
         "draft_length": min(4, recipe.eval.draft_length), "policies": _policies(recipe.eval.policies, scale),
     }
-    return validate(plain, where=f"rehearsal of {recipe.name}")
+    return validate(plain, Recipe, f"rehearsal of {recipe.name}")
 
 
 def _stand_in(model: str, role: str, seed: int) -> str:

@@ -31,7 +31,8 @@ from pydantic import Field
 
 from draftkv.cli import say
 from draftkv.errors import InputError, Interrupted, RunError
-from draftkv.recipe import Recipe, Section, load_recipe, validate
+from draftkv.recipe import Recipe, load_recipe
+from draftkv.settings import Section, validate
 
 DISTILL = Path(__file__).parents[1] / "train" / "distill.py"
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--quiet")  # quiet: no stack trace of its own
@@ -127,7 +128,7 @@ def _read(path: Path) -> SweepFile:
         raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(plain, dict):
         raise InputError(f"{path}: a sweep file is a mapping with name, base, and grid or points")
-    return validate(plain, where=str(path), schema=SweepFile)
+    return validate(plain, SweepFile, str(path))
 
 
 def _changes(file: SweepFile, where: str) -> list[dict[str, Any]]:

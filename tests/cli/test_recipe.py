@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from draftkv.errors import InputError
-from draftkv.recipe import Recipe, load_recipe, validate
+from draftkv.recipe import Recipe, load_recipe
+from draftkv.settings import validate
 
 ROOT = Path(__file__).parents[2]
 QUICK = Path(__file__).parent / "example.yaml"
@@ -117,7 +118,7 @@ def test_shipped_recipes_are_valid_say_why_and_survive_a_round_trip(path, tmp_pa
     recipe = load_recipe(path)
     assert recipe.name == path.stem and len(recipe.why) > 60
     (tmp_path / "r.yaml").write_text(recipe.as_yaml())
-    assert load_recipe(tmp_path / "r.yaml") == recipe == validate(recipe.model_dump(), schema=Recipe)
+    assert load_recipe(tmp_path / "r.yaml") == recipe == validate(recipe.model_dump(), Recipe, "recipe")
 
 
 def test_an_architecture_is_refused_when_its_configuration_is_here(tmp_path):

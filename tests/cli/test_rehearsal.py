@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from draftkv.errors import InputError
-from draftkv.recipe import Recipe, load_recipe, validate
+from draftkv.recipe import Recipe, load_recipe
 from draftkv.rehearsal import (
     ARCHITECTURES,
     PROMPT,
@@ -18,6 +18,7 @@ from draftkv.rehearsal import (
     tiny_model,
     tiny_tokenizer,
 )
+from draftkv.settings import validate
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -38,7 +39,7 @@ def cache(tmp_path_factory, monkeypatch):
 def test_every_recipe_shrinks(path):
     recipe = load_recipe(path)
     small = rehearse(recipe)
-    assert validate(small.model_dump(), schema=Recipe) == small
+    assert validate(small.model_dump(), Recipe, "recipe") == small
     assert small.name == f"{recipe.name}-rehearsal"
     assert (small.target.model, small.drafter.model) == STAND_INS[path.stem]
     assert len(small.eval.policies) == len(recipe.eval.policies) and len(small.views) == len(recipe.views)

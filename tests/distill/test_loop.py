@@ -13,8 +13,9 @@ from draftkv.distill.anchor import Anchor
 from draftkv.distill.loop import Trainer
 from draftkv.distill.student import Student, Teacher
 from draftkv.errors import RunError
-from draftkv.recipe import validate
+from draftkv.recipe import Recipe
 from draftkv.rehearsal import tiny_model
+from draftkv.settings import validate
 
 
 def recipe(tmp_path, **train):
@@ -28,7 +29,7 @@ def recipe(tmp_path, **train):
                   "warmup_steps": 1, "checkpoint_every": 100, **train},
         "eval": {"policies": ["full", {"policy": "swa", "budget": 8}], "every": 100},
     }  # fmt: skip
-    return validate(plain)
+    return validate(plain, Recipe, "recipe")
 
 
 def rows(count=16, seed=0):
