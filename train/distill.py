@@ -8,7 +8,6 @@ runs/NAME/. A run that was killed continues where its newest checkpoint is; a fi
 
 import argparse
 import json
-import os
 
 from draftkv import cli
 from draftkv.cli import say
@@ -62,12 +61,14 @@ def distill(recipe: Recipe, plans: dict) -> bool:
     from draftkv.distill.anchor import Anchor
     from draftkv.distill.hooks import Evaluation, Trackers, save_weights
     from draftkv.distill.loop import Trainer
+    from draftkv.distill.processes import backend_name, check_shared_folder, is_sharded, start_accelerator
     from draftkv.distill.schedule import Schedule
     from draftkv.distill.student import Student
     from draftkv.drafter import drafter_to_train
     from draftkv.teacher.rollouts import ensure_rollouts, held_out_rows
 
     accelerator = start_accelerator(recipe)
+    check_shared_folder(recipe, accelerator)
     set_seed(recipe.seed)
     with accelerator.main_process_first():
         train_rollouts, eval_rollouts = (ensure_rollouts(recipe, s, plan=plan) for s, plan in plans.items())
@@ -80,32 +81,31 @@ def distill(recipe: Recipe, plans: dict) -> bool:
         raise InputError(f"{train_rollouts.path}: no usable training row; {train_rollouts.counts}")
 
     model, vocab = drafter_to_train(recipe)
-    teacher = teacher_of(recipe, train_rollouts, vocab, accelerator.device)
-    student = Student(model, recipe.loss, vocab, recipe.train.head_chunk)
+    teacher = teacher_of(recipe, train_rollouts, vocab, accelerator)
+    student = Student(model, recipe.loss, vocab, recipe.train.head_chunk, recipe.train.precision == "bf16")
+    anchor = Anchor(model, recipe.train.initial_share, is_sharded(accelerator))
     params = [p for p in student.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(decay_groups(params, recipe.train.weight_decay), lr=recipe.train.lr,
                                   betas=recipe.train.betas)  # fmt: skip
+    millions = sum(p.numel() for p in params) / 1e6  # counted here: afterwards a process may hold a part of each
     student, optimizer = accelerator.prepare(student, optimizer)
 
-    trackers = Trackers(recipe, accelerator)
-    drafter = accelerator.unwrap_model(student).model
-    evaluate = Evaluation(recipe, accelerator, drafter, eval_rows, trackers, vocab)
+    trackers, backend = Trackers(recipe, accelerator), backend_name(accelerator)
+    evaluate = Evaluation(recipe, accelerator, eval_rows, trackers, vocab)
     schedule = Schedule(train_rows, recipe)
-    anchor = Anchor(params, recipe.train.initial_share)
     trainer = Trainer(recipe, accelerator, student, optimizer, teacher, schedule, evaluate, trackers.step, anchor)
     if trainer.resume():
         say(f"continuing after step {trainer.progress.step}")
-    millions = sum(p.numel() for p in params) / 1e6
     say(f"{len(train_rows)} training rows, {len(eval_rows)} held-out rows, {millions:.1f} M trainable parameters, "
-        f"{accelerator.num_processes} process(es) on {accelerator.device.type}")  # fmt: skip
+        f"{accelerator.num_processes} process(es) on {accelerator.device.type}, {backend}")  # fmt: skip
     with cli.progress("train", recipe.train.steps - trainer.progress.step) as advance:
         finished = trainer.run(advance)
     if finished:
-        with anchor.applied():
+        with anchor.applied() as drafter:
             save_weights(accelerator, drafter, recipe.run_dir / "checkpoints" / "last", {"step": recipe.train.steps})
     if accelerator.is_main_process:
         rundir.write_provenance(
-            recipe, processes=accelerator.num_processes, device=accelerator.device.type,
+            recipe, processes=accelerator.num_processes, backend=backend, device=accelerator.device.type,
             rollouts={"train": train_rollouts.key, "eval": eval_rollouts.key}, train_rows=len(train_rows),
             eval_rows=len(eval_rows), supervised_tokens=trainer.progress.supervised_tokens,
             fed_tokens=trainer.progress.fed_tokens, skipped_steps=trainer.progress.bad_steps, best=evaluate.best,
@@ -114,41 +114,19 @@ def distill(recipe: Recipe, plans: dict) -> bool:
     return finished
 
 
-def teacher_of(recipe: Recipe, rollouts, vocab: int, device):
+def teacher_of(recipe: Recipe, rollouts, vocab: int, accelerator):
     """The target in process, or what data/signals.py stored of it: then the target is not loaded at all."""
+    from draftkv.distill.processes import backend_name, shard_layers
     from draftkv.distill.student import Teacher
     from draftkv.models import load_model
     from draftkv.teacher.signal_store import SignalPlan, StoredTeacher
 
     if recipe.signal.source == "stored":
-        return StoredTeacher(SignalPlan.of(recipe, rollouts, vocab), recipe.signal.temperature, device)
+        return StoredTeacher(SignalPlan.of(recipe, rollouts, vocab), recipe.signal.temperature, accelerator.device)
     target = load_model(recipe.target.model, recipe.target.revision, recipe.target.dtype)
-    return Teacher(target.to(device))
-
-
-def start_accelerator(recipe: Recipe):
-    """One process, or data parallel: what the loop was proven on.
-
-    Raises:
-        InputError: another backend, or accumulation in accelerate's own configuration, which would rescale the loss.
-    """
-    from datetime import timedelta
-
-    from accelerate import Accelerator, InitProcessGroupKwargs
-
-    # Other processes wait while the first one writes rollouts, which may take hours.
-    many = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    handlers = [InitProcessGroupKwargs(timeout=timedelta(days=1))] if many else []
-    accelerator = Accelerator(
-        mixed_precision=recipe.train.precision, project_dir=str(recipe.run_dir), kwargs_handlers=handlers
-    )
-    kind = accelerator.distributed_type.value
-    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        raise InputError(f"accelerate is configured for {kind}; supported: one process, or data parallel (MULTI_GPU)")
-    if accelerator.gradient_accumulation_steps != 1:
-        raise InputError("accelerate's configuration sets gradient_accumulation_steps; set train.rows and "
-                         "train.micro_rows in the recipe instead")  # fmt: skip
-    return accelerator
+    if backend_name(accelerator) != "fsdp2":
+        return Teacher(target.to(accelerator.device))
+    return Teacher(shard_layers(target, accelerator.device), recipe.train.micro_rows)
 
 
 def decay_groups(params: list, weight_decay: float) -> list[dict]:

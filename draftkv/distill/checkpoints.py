@@ -12,7 +12,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from draftkv.errors import RunError
+from draftkv.distill.processes import backend_name
+from draftkv.errors import InputError, RunError
 from draftkv.rundir import writing
 
 STATE = "state.json"
@@ -40,7 +41,8 @@ def save(accelerator: Accelerator, run_dir: Path, step: int, state: dict[str, An
         accelerator.save_state(str(draft))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            (draft / STATE).write_text(json.dumps({"step": step, **state}))
+            launch = {"backend": backend_name(accelerator), "processes": accelerator.num_processes}
+            (draft / STATE).write_text(json.dumps({"step": step, "launch": launch, **state}))
             shutil.rmtree(final, ignore_errors=True)
             draft.rename(final)
     if accelerator.is_main_process:
@@ -58,7 +60,10 @@ def complete(run_dir: Path) -> list[Path]:
 def load_newest(accelerator: Accelerator, run_dir: Path) -> dict[str, Any] | None:
     """Load the newest complete checkpoint into the prepared objects; its state, or None when there is none.
 
+    Rows, views and learning rates are functions of the step, so replicated weights resume on any number of processes.
+
     Raises:
+        InputError: it was written by another backend, or its parts by another number of processes.
         RunError: it cannot be read; the text names it.
     """
     found = complete(run_dir)
@@ -66,7 +71,27 @@ def load_newest(accelerator: Accelerator, run_dir: Path) -> dict[str, Any] | Non
         return None
     try:
         state = json.loads((found[-1] / STATE).read_text())
+    except ValueError as error:
+        raise _unreadable(found[-1], error) from error
+    _check_launch(accelerator, found[-1], state.pop("launch", {}))
+    try:
         accelerator.load_state(str(found[-1]))
     except Exception as error:
-        raise RunError(f"{found[-1]}: unreadable ({error}); remove it to resume from the one before") from error
+        raise _unreadable(found[-1], error) from error
     return state
+
+
+def _unreadable(path: Path, error: Exception) -> RunError:
+    reason = " ".join(str(error).split())[:200]
+    return RunError(f"{path}: unreadable ({reason}); remove it to resume from the one before")
+
+
+def _check_launch(accelerator: Accelerator, path: Path, before: dict[str, Any]) -> None:
+    """Raises: InputError for parts that these processes cannot put together."""
+    name, processes = backend_name(accelerator), accelerator.num_processes
+    was, number = before.get("backend", name), before.get("processes", processes)
+    if was != name:
+        raise InputError(f"{path}: written by backend {was}, this launch is {name}; launch as before")
+    if name.startswith("zero") and number != processes:
+        raise InputError(f"{path}: written in parts by {number} processes of {name}, this launch has {processes}; "
+                         f"launch {number}, or train replicated (DDP), which resumes on any number")  # fmt: skip

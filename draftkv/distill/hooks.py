@@ -29,24 +29,24 @@ class Evaluation:
     `eval.policies[eval.select]`; its weights are kept in `checkpoints/best/`.
     """
 
-    def __init__(self, recipe: Recipe, accelerator: Accelerator, model: torch.nn.Module, rows: Sequence[dict[str, Any]],
-                 trackers: "Trackers", vocab: int | None = None):  # fmt: skip
-        self.recipe, self.accelerator, self.model = recipe, accelerator, model
+    def __init__(self, recipe: Recipe, accelerator: Accelerator, rows: Sequence[dict[str, Any]], trackers: "Trackers",
+                 vocab: int | None = None):  # fmt: skip
+        self.recipe, self.accelerator = recipe, accelerator
         self.rows, self.trackers, self.vocab = rows, trackers, vocab
         self.path = recipe.run_dir / "acceptance.jsonl"
         self.best: dict[str, Any] = broadcast_object_list([read_step(recipe.run_dir / "checkpoints" / "best")])[0]
 
-    def __call__(self, step: int) -> None:
+    def __call__(self, model: torch.nn.Module, step: int) -> None:
         settings, accelerator = self.recipe.eval, self.accelerator
         share = list(self.rows[accelerator.process_index :: accelerator.num_processes])
         with progress(f"evaluate at step {step}", len(share)) as advance:
             records = evaluate(
-                self.model, share, settings.policies, Replay.of(self.recipe, self.vocab),
+                model, share, settings.policies, Replay.of(self.recipe, self.vocab),
                 bootstrap=settings.bootstrap, advance=lambda: advance(""),
                 gather=gather_object if accelerator.num_processes > 1 else lambda x: x,
             )  # fmt: skip
         # Best weights first: a step that has its records is never evaluated again.
-        self._keep_best(step, records)
+        self._keep_best(model, step, records)
         if accelerator.is_main_process:
             for record in records:
                 append_jsonl(self.path, {"step": step, "checkpoint": f"step {step}", "split": "held_out", **record})
@@ -67,7 +67,7 @@ class Evaluation:
             say(f"  step {step}  T={record['temperature']:g}  {record['policy']:<32} AL {_show(record['al'])} "
                 f"{interval}{kept}")  # fmt: skip
 
-    def _keep_best(self, step: int, records: list[dict[str, Any]]) -> None:
+    def _keep_best(self, model: torch.nn.Module, step: int, records: list[dict[str, Any]]) -> None:
         """Remember the best weights, those of an untrained drafter excepted."""
         policy = self.recipe.eval.policies[self.recipe.eval.select].label
         coldest = min(r["temperature"] for r in records)
@@ -75,7 +75,7 @@ class Evaluation:
         if step == 0 or al is None or al <= self.best.get("al", 0.0):
             return
         self.best = {"step": step, "al": al, "policy": policy}
-        save_weights(self.accelerator, self.model, self.recipe.run_dir / "checkpoints" / "best", self.best)
+        save_weights(self.accelerator, model, self.recipe.run_dir / "checkpoints" / "best", self.best)
 
 
 def save_weights(accelerator: Accelerator, model: torch.nn.Module, path: Path, facts: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from draftkv.distill import checkpoints
 from draftkv.distill.anchor import Anchor
 from draftkv.distill.hooks import Evaluation
+from draftkv.distill.processes import Updater
 from draftkv.distill.schedule import Item, Schedule, learning_rate
 from draftkv.distill.student import Student, Teacher, build_batch, supervised_rows
 from draftkv.errors import RunError
@@ -63,7 +63,8 @@ class Trainer:
         teacher: Teacher, schedule: Schedule, evaluate: Evaluation, log: Callable[[dict[str, Any]], None],
         anchor: Anchor,
     ):
-        self.recipe, self.accelerator, self.student, self.optimizer = recipe, accelerator, student, optimizer
+        self.recipe, self.accelerator, self.student = recipe, accelerator, student
+        self.updater = Updater(accelerator, student, optimizer)
         self.teacher, self.schedule, self.evaluate, self.log = teacher, schedule, evaluate, log
         self.anchor, self.progress = anchor, Progress()
         self.stop = StopSignal()
@@ -97,8 +98,8 @@ class Trainer:
         return True
 
     def _evaluate(self, step: int) -> None:
-        with self.anchor.applied():
-            self.evaluate(step)
+        with self.anchor.applied() as drafter:
+            self.evaluate(drafter, step)
 
     def _due(self, step: int) -> bool:
         """Whether step `step` is evaluated: every `eval.every`, on every regular checkpoint, first and last."""
@@ -118,19 +119,14 @@ class Trainer:
         self.teacher.expect(self._share(step + 1))
         supervised = sum(item.supervised for item in items)
         lr = learning_rate(self.recipe.train, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self.updater.set_learning_rate(lr)
         sums = self._accumulate(items, sum(item.weight for item in items))
-        norm = self.accelerator.clip_grad_norm_(self.student.parameters(), self.recipe.train.clip)
-        finite = math.isfinite(float(norm)) and math.isfinite(sums["loss"])
-        if finite:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        norm, updated = self.updater.update(self.recipe.train.clip, math.isfinite(sums["loss"]))
         progress.step += 1
-        self._count(items, supervised, finite)
+        self._count(items, supervised, updated)
         wall = time.perf_counter() - start
         means = {k: v / max(1, sums["rows"]) for k, v in sums.items() if k not in ("rows", "loss")}
-        record = {"step": progress.step, "loss": sums["loss"], "lr": lr, "grad_norm": float(norm), **means,
+        record = {"step": progress.step, "loss": sums["loss"], "lr": lr, "grad_norm": norm, **means,
                   "supervised_tokens": progress.supervised_tokens, "skipped": progress.bad_steps,
                   "tokens_per_s": sum(i.fed for i in items) / wall, "step_s": wall}  # fmt: skip
         self.log({k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in record.items()})
@@ -151,10 +147,10 @@ class Trainer:
         for i, micro in enumerate(passes):
             # A process without rows repeats one with weight 0: collectives inside the model must match.
             weight, micro = (1.0, micro) if micro else (0.0, items[:1])
-            with accelerator.no_sync(self.student) if i + 1 < len(passes) else nullcontext():
+            with self.updater.accumulating(last=i + 1 == len(passes)):
                 result = self._forward(micro)
-                # DDP averages gradients over processes; the sum is wanted.
-                accelerator.backward(result.total * (weight * world / denominator))
+                # Gradients are averaged over processes; their sum is wanted.
+                self.updater.backward(result.total * (weight * world / denominator))
             found = {**result.metrics, "loss": result.total.detach() / denominator}
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + weight * value.double()
@@ -169,9 +165,9 @@ class Trainer:
         signal = self.teacher.signal(items, owners)
         return self.student(batch.to(device), rows.to(device), signal, lengths, [weight for *_, weight in owners])
 
-    def _count(self, items: list[Item], supervised: int, finite: bool) -> None:
+    def _count(self, items: list[Item], supervised: int, updated: bool) -> None:
         progress = self.progress
-        if finite:
+        if updated:
             progress.bad_in_a_row = 0
             progress.supervised_tokens += supervised
             progress.fed_tokens += sum(item.fed for item in items)

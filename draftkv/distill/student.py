@@ -11,6 +11,7 @@ from draftkv.cache.parallel import Batch, lay_out, passes
 from draftkv.cache.policy import Policy
 from draftkv.distill.head import HeadLoss, distill_loss
 from draftkv.distill.schedule import Item
+from draftkv.models import decoder_layers
 from draftkv.recipe import LossTerm
 from draftkv.teacher.signals import Hidden
 
@@ -41,12 +42,16 @@ class Student(nn.Module):
     Args:
         model: the drafter, loaded with attention `draftkv`, fp32 weights.
         vocab: ids that target and drafter share.
+        autocast: whether the forward pass runs in bfloat16.
     """
 
-    def __init__(self, model: nn.Module, terms: Sequence[LossTerm], vocab: int, chunk: int):
+    def __init__(self, model: nn.Module, terms: Sequence[LossTerm], vocab: int, chunk: int, autocast: bool = False):
         super().__init__()
-        self.model, self.terms, self.vocab, self.chunk = model, list(terms), vocab, chunk
+        self.model, self.terms, self.vocab, self.chunk, self.autocast = model, list(terms), vocab, chunk, autocast
         self.shared = shares_prompt(model.config)
+        # The layers that a sharding backend gathers one at a time.
+        kinds = {type(layer).__name__ for layer in decoder_layers(model)}
+        self._no_split_modules = sorted(kinds)
 
     def forward(
         self, batch: Batch, rows: Tensor, signal: Hidden, lengths: list[int], weights: list[float]
@@ -59,12 +64,13 @@ class Student(nn.Module):
             lengths: supervised rows of each segment.
             weights: factor on the loss of each segment.
         """
-        hidden = self.model.get_decoder()(
-            batch.input_ids, position_ids=batch.position_ids, cache_view=batch.view, use_cache=False
-        ).last_hidden_state
-        hidden = hidden[rows[:, 0], rows[:, 1]]
-        weight = self.model.get_output_embeddings().weight
-        return distill_loss(self.terms, hidden, weight, signal, lengths, self.chunk, self.vocab, weights)
+        with torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=self.autocast):
+            hidden = self.model.get_decoder()(
+                batch.input_ids, position_ids=batch.position_ids, cache_view=batch.view, use_cache=False
+            ).last_hidden_state
+            hidden = hidden[rows[:, 0], rows[:, 1]]
+            weight = self.model.get_output_embeddings().weight
+            return distill_loss(self.terms, hidden, weight, signal, lengths, self.chunk, self.vocab, weights)
 
 
 def supervised_rows(batch: Batch) -> tuple[Tensor, list[int]]:
@@ -78,10 +84,15 @@ def supervised_rows(batch: Batch) -> tuple[Tensor, list[int]]:
 
 
 class Teacher:
-    """The target, forward only, one row at a time: final hidden states at the rows that a loss is taken on."""
+    """The target, forward only, one row at a time: final hidden states at the rows that a loss is taken on.
 
-    def __init__(self, model: nn.Module):
-        self.model = model.eval().requires_grad_(False)
+    Args:
+        calls: forward passes to make for each signal, with repeated rows where there are fewer: a sharded target is
+            gathered by all processes together, so all have to call it equally often.
+    """
+
+    def __init__(self, model: nn.Module, calls: int = 0):
+        self.model, self.calls = model.eval().requires_grad_(False), calls
 
     @property
     def head(self) -> Tensor:
@@ -99,6 +110,8 @@ class Teacher:
     def signal(self, items: Sequence[Item], owners: Sequence[tuple[int, int, float]]) -> Hidden:
         """The signal for a pass: every view of a row is taught by the same full-cache target."""
         once = [self.hidden(item.row) for item in items]
+        for _ in range(len(items), self.calls):
+            self.hidden(items[0].row)
         return Hidden(torch.cat([once[index] for _, index, _ in owners]), self.head)
 
     def expect(self, items: Sequence[Item]) -> None:

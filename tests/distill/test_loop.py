@@ -45,7 +45,7 @@ class NoEvaluation:
     def done(self, step):
         return False
 
-    def __call__(self, step):
+    def __call__(self, model, step):
         pass
 
 
@@ -60,7 +60,7 @@ def trainer(settings, data=None, log=None, drafter_seed=1):
     schedule = sched.Schedule(rows() if data is None else data, settings)
     seen = [] if log is None else log
     return Trainer(settings, accelerator, student, optimizer, Teacher(tiny_model("llama", 0)), schedule,
-                   NoEvaluation(), seen.append, Anchor(student.parameters(), settings.train.initial_share))  # fmt: skip
+                   NoEvaluation(), seen.append, Anchor(student.model, settings.train.initial_share))  # fmt: skip
 
 
 def gradients(settings):
