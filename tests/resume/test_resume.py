@@ -1,6 +1,7 @@
 """Runs that die: killed, asked to stop, started twice, started with another recipe."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,6 +84,28 @@ def test_a_half_written_checkpoint_is_ignored(tmp_path, undisturbed):
     code, out, err = finish(recipe)
     assert code == 0 and "continuing after step 7" in out, err
     same_end(run, undisturbed)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "state.json"])
+def test_a_truncated_checkpoint_is_refused_by_name(tmp_path, name):
+    import torch
+    from accelerate import Accelerator
+
+    from draftkv.distill import checkpoints
+    from draftkv.errors import RunError
+
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(64, 64)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    for step in (3, 6):
+        checkpoints.save(accelerator, tmp_path, step, {}, 2)
+    file = tmp_path / "checkpoints" / "step-000006" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(RunError, match="step-000006: unreadable .*remove it to resume from the one before"):
+        checkpoints.load_newest(accelerator, tmp_path)
+    shutil.rmtree(file.parent)
+    assert checkpoints.load_newest(accelerator, tmp_path)["step"] == 3
 
 
 def test_two_runs_in_one_folder(tmp_path, capsys):
