@@ -105,7 +105,7 @@ def drafter_to_train(recipe: Recipe) -> tuple[PreTrainedModel, int]:
     spec, train = recipe.drafter, recipe.train
     model, vocab = load_drafter(spec.model, spec.revision, recipe.target, spec.layers)
     if train.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     if train.trainable is not None:
         wanted = _trainable(model, train.trainable)
         for name, parameter in model.named_parameters():

@@ -39,7 +39,7 @@ def step(length, response):
 model = tiny_model("llama", vocab_size=8192, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16,
                    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=65536)
 model.set_attn_implementation(ATTENTION)
-model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 student = Student(model.train(), [LossTerm(name="forward_kl")], 8192, 1024)
 step(512, 64)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -92,7 +92,7 @@ def test_gradient_reaches_prompt_keys_and_values(arch, checkpointing):
     m.set_attn_implementation(ATTENTION)
     m.train()
     if checkpointing:
-        m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        m.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     ids = tokens(PROMPT + RESPONSE)
     embeds = m.get_input_embeddings()(ids).detach().requires_grad_()
     view = single(PROMPT, PROMPT + RESPONSE, policy("rift_stat", 16))
