@@ -41,8 +41,8 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns, wherever it is installed
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls of torch
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
-    alone = world == 1 and not deepspeed
+    deepspeed, fsdp = (os.environ.get(f"ACCELERATE_USE_{n}", "").lower() == "true" for n in ("DEEPSPEED", "FSDP"))
+    alone = world == 1 and not deepspeed and not fsdp
     # Without a GPU accelerate has to be told how processes speak, or each believes itself alone: DeepSpeed by the
     # backend's name, the others by `cpu`.
     on_cpu = not alone and not torch.cuda.is_available()
@@ -59,7 +59,7 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
     if deepspeed:
         # Or transformers loads every model in parts under ZeRO-3; the drafter alone is divided, when it is prepared.
         unset_hf_deepspeed_config()
-    if on_cpu and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+    if on_cpu and fsdp:
         # accelerate reads the plugin and then keeps to DDP without a GPU; what it calls from here on needs none.
         accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()

@@ -101,11 +101,15 @@ def test_two_processes_equal_one_and_resume(config, alone):
     assert apart(two / "before", two) == 0, "weights are bit-equal after a resume"
 
 
-def test_replicated_weights_resume_on_another_number_of_processes(alone, tmp_path):
-    run = alone["model"].with_name("fewer")
-    shutil.copytree(alone["model"], run, ignore=shutil.ignore_patterns("recipe.yaml"))
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_a_run_resumes_on_another_number_of_processes(config, alone):
+    run = alone["model"].with_name(f"one-then-two-{config}")
+    if config == "ddp":
+        shutil.copytree(alone["model"], run, ignore=shutil.ignore_patterns("recipe.yaml"))
+    else:
+        assert launch(config, alone["recipe"], f"name={run.name}", processes=1)[0] == 0
     step_back(run)
-    code, out, err = launch("ddp", alone["recipe"], "name=fewer")
+    code, out, err = launch(config, alone["recipe"], f"name={run.name}")
     assert code == 0 and "continuing after step 3" in out, err[-3000:]
     assert apart(alone["model"], run) < 1e-5
 
