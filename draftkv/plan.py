@@ -88,6 +88,7 @@ def _stages(recipe: Recipe) -> list[str]:
     checkpoints = sorted(run.glob("checkpoints/*"))
     records = run / "acceptance.jsonl"
     states = [
+        ("engine", f"{recipe.engine.text} (rollouts and stored signals)"),
         ("rollouts", f"{len(stores)} store(s) in {recipe.output}/rollouts, reused if the ingredients are the same"
          if stores else "absent"),
         ("distill", "done" if (run / "done.json").is_file() else
