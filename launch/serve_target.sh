@@ -4,12 +4,13 @@
 #   bash launch/serve_target.sh RECIPE [key.sub=value ...]        e.g. engine.url=http://127.0.0.1:8123
 #
 # Address, names, limits and vLLM's options come from the recipe (`engine`). Another machine reaches it if engine.url
-# names this one. The engine's environment is made first if it is not there (launch/engine_env.sh); Ctrl-C ends it.
+# names this one. Needs both environments (launch/install.sh, launch/engine_env.sh); Ctrl-C ends it.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/engine_env.sh"
 
 case "${1:-}" in "" | -h | --help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;; esac
-[ -n "${DRAFTKV_ENGINE_PYTHON:-}" ] || { install_engine && export DRAFTKV_ENGINE_PYTHON="$ENGINE_PY"; }
+[ -x "$PY" ] || stop "no Python in $VENV; run: bash launch/install.sh"
+[ -n "${DRAFTKV_ENGINE_PYTHON:-}" ] || { [ -x "$ENGINE_PY" ] && export DRAFTKV_ENGINE_PYTHON="$ENGINE_PY"; } || true
 
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 text="$("$PY" -m draftkv.teacher.engines.serve "$@")" || exit 2

@@ -78,7 +78,7 @@ def written(answer: dict[str, Any], request: Request, max_new_tokens: int, stops
         raise BadAnswer(f"{len(ids)} tokens where 1 to {max_new_tokens} were asked for")
     if not all(0 <= i < vocab for i in ids):
         raise BadAnswer(f"token {max(ids)} is none of the tokenizer's {vocab}")
-    if not all(x is not None and math.isfinite(x) and x <= ROUNDING for x in logprobs):
+    if not all(map(_is_logprob, logprobs)):
         raise BadAnswer("a log-probability that is not a number up to 0")
     stopped = [place for place, token in enumerate(ids) if token in stops]
     if reason not in ("stop", "length"):
@@ -140,8 +140,10 @@ def _top(
         raise BadAnswer(f"not of the token that was fed ({fed}); shifted, or of another row")
     if min(found) < 0 or max(found) >= vocab:
         raise BadAnswer(f"token {max(found)} is past the {vocab} that target and drafter share")
-    if not all(math.isfinite(x) and x <= ROUNDING for x in found.values()):
+    if not all(map(_is_logprob, found.values())):
         raise BadAnswer("a log-probability that is not a number up to 0")
+    if not all(isinstance(rank, int) for _, _, rank in entries):
+        raise BadAnswer("log-probabilities without ranks")
     ordered = sorted(entries, key=lambda entry: entry[2])
     if len(entries) == k + 1 and ordered[k][0] != fed:
         raise BadAnswer(f"{k + 1} log-probabilities, and the token fed is not the least likely")
@@ -150,6 +152,10 @@ def _top(
     if any(a[1] < b[1] for a, b in zip(ordered, ordered[1:], strict=False)):
         raise BadAnswer("log-probabilities that are not in the order of their ranks")
     return ordered[:k], found[fed]
+
+
+def _is_logprob(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value <= ROUNDING
 
 
 def _same_target(fed: list[float], row: dict[str, Any]) -> None:
