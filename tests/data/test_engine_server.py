@@ -131,7 +131,7 @@ def with_logprob(value, rank=1):
 
 
 def twice(entries):
-    (token, entry), rest = entries[at(8, entries)], [e for e in entries if e[1]["rank"] != 8]
+    entry, rest = entries[at(8, entries)][1], [e for e in entries if e[1]["rank"] != 8]
     best = rest[at(1, rest)][0]
     return [*rest, (f"0{best}", entry)]
 
@@ -235,9 +235,9 @@ BAD_TEXTS = {
 def test_a_bad_text_is_asked_for_again_and_then_refused(kind, path, fake):
     change, message = BAD_TEXTS[kind]
     fake.fault = on_choice(change)
-    request = Request([5, 6, 7, 8], 1.0, 1)
-    with open_engine(recipe_of(path, fake)) as server, pytest.raises(RunError, match=f"request 0.*({message}).*3 tries"):
-        server.write([request], 12)
+    told = f"request 0.*({message}).*3 tries"
+    with open_engine(recipe_of(path, fake)) as server, pytest.raises(RunError, match=told):
+        server.write([Request([5, 6, 7, 8], 1.0, 1)], 12)
     assert len(fake.asked) == 3
 
 

@@ -55,7 +55,7 @@ def retrying(
             last = error
         if tries < settings.retries and stop.wait(min(first_wait_s * 2**tries, LONGEST_WAIT_S)):
             break
-    reason = str(last) or type(last).__name__
+    reason = getattr(last, "strerror", None) or str(last) or type(last).__name__
     raise RunError(f"{what}: {reason} ({tries + 1} tries); finished shards are kept, the same command goes on")
 
 

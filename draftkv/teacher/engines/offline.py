@@ -78,12 +78,12 @@ class Worker:
         told = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no log")
         return f"the engine's process ended (status {self.process.returncode}): {told.strip()[:300]}; log: {self.log}"
 
-    def close(self) -> None:
-        """End it, and whatever it started."""
+    def close(self, patience_s: float = 20.0) -> None:
+        """End it, and whatever it started; by force when it takes longer."""
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(20)
+            self.process.wait(patience_s)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -132,7 +132,7 @@ class Offline:
             try:
                 return ask(self._started(dtype))
             except OSError:
-                self.close()
+                self.close(patience_s=0.0)
                 raise
 
         return answers.retrying(self.recipe.engine, "offline engine", once, self.stop, self.first_wait_s)
@@ -155,9 +155,9 @@ class Offline:
     def _stops(self) -> set[int]:
         return served_stop_ids(self.recipe.target.model, self.recipe.target.revision, self._tokenizer)
 
-    def close(self) -> None:
+    def close(self, **how: float) -> None:
         if self.worker is not None:
-            self.worker.close()
+            self.worker.close(**how)
             self.worker = None
 
     def __enter__(self) -> "Offline":
