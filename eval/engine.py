@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
             record |= {"engine": asdict(counted), "replay_alike": asdict(alike), "replay": asdict(ours)}
         else:
             refusals.append(f"{name}: {differs}")
-        append_jsonl(recipe.run_dir / "engine.jsonl", record)
+        append_jsonl(recipe.run_dir / "engine.jsonl", record | {"texts": plain})
         records.append(record)
     cli.console.print(table(records))
     if refusals:

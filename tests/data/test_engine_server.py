@@ -356,3 +356,32 @@ def test_signals_go_on_after_a_server_died(path, fake, monkeypatch):
 def test_what_a_server_cannot_do_is_refused_when_the_recipe_is_read(path, fake, others, message):
     with pytest.raises(InputError, match=message):
         recipe_of(path, fake, *others)
+
+
+def test_where_the_engine_runs_is_no_ingredient_but_vllm_is(path, fake):
+    from draftkv.rundir import first_change
+    from draftkv.teacher.rollouts import plan_rollouts
+
+    moved = ["engine.url=http://node7:8000", "engine.retries=9", "engine.options={seed: 1}"]
+    local, served, elsewhere, offline = (
+        load_recipe(path, [*BASE, *w]) for w in ([], words(fake), [*words(fake), *moved], ["engine.kind=offline"]))
+    keys = [plan_rollouts(r)["train"].key for r in (local, served, elsewhere, offline)]
+    assert keys[0] != keys[1] == keys[2] == keys[3]
+    plain = [r.model_dump(mode="json") for r in (local, served, elsewhere)]
+    assert first_change(plain[1], plain[2]) is None and "engine.kind" in first_change(plain[0], plain[1])
+
+
+def test_the_servers_command_comes_from_the_recipe(path, fake, monkeypatch):
+    from draftkv.teacher.engines.serve import server_command
+
+    options = "engine.options={tensor_parallel_size: 8, enforce_eager: false, hf_overrides: {a: 1}}"
+    recipe = recipe_of(path, fake, "engine.url=http://node7:9000", options, f"engine.python={__file__}")
+    command = " ".join(server_command(recipe))
+    for part in ("--host node7 --port 9000", f"--served-model-name rehearsal:llama {weights_name(recipe.target)}",
+                 "--dtype float32", "--max-model-len 217", "--max-logprobs 8", "--tensor-parallel-size 8",
+                 "--no-enforce-eager", '--hf-overrides {"a": 1}', "--generation-config vllm"):  # fmt: skip
+        assert part in command, part
+    with pytest.raises(InputError, match=r"\+ 1 = 1025, but this model's limit is 1024"):
+        server_command(recipe_of(path, fake, "prompts.max_prompt_tokens=1008", f"engine.python={__file__}"))
+    with pytest.raises(InputError, match="no such Python.*engine_env.sh"):
+        server_command(recipe_of(path, fake, "engine.python=/absent"))
