@@ -1,10 +1,12 @@
 """The run's export in a serving engine (vLLM, offline), its acceptance length beside replay's on the same texts.
 
-    python eval/engine.py RECIPE [key.sub=value ...] [--prompts N] [--tokens N] [--plan]
+    python eval/engine.py RECIPE [key.sub=value ...] [--prompts N] [--tokens N] [--at-once N] [--plan]
 
 Serves target + RUN/export, and RUN/export-native-window where there is one, on held-out prompts at temperature 0 in
 fp32. The engine's speculative output is first compared with its own plain greedy output: where they differ it does not
-serve the target any more, and no AL is reported (exit status 1). Needs launch/engine_env.sh; records are appended to
+serve the target any more, and no AL is reported (exit status 1). One text at a time, so that nothing but the drafter
+decides what is drafted; with `--at-once` it shows what a batch changes (in vLLM 0.32 a windowed drafter's blocks, not
+the output). Needs launch/engine_env.sh; records are appended to
 RUN/engine.jsonl.
 """
 
@@ -31,8 +33,8 @@ RULES = ("T=0, fp32. Accepted: the draft is the target's argmax. First tokens co
 def main(args: argparse.Namespace) -> None:
     recipe = cli.recipe_from(args)
     tokens = args.tokens or recipe.rollouts.max_new_tokens
-    if args.prompts < 1 or tokens < 2:
-        raise InputError(f"--prompts {args.prompts} --tokens {tokens}: at least 1 and 2")
+    if args.prompts < 1 or args.at_once < 1 or tokens < 2:
+        raise InputError(f"--prompts {args.prompts} --at-once {args.at_once} --tokens {tokens}: at least 1, 1 and 2")
     if args.plan:
         cli.say(f"serves {recipe.target.model} in vLLM alone, then with {recipe.run_dir / 'export'} (and"
                 f" export-native-window) drafting {recipe.eval.draft_length}: {args.prompts} held-out prompts,"
@@ -48,10 +50,11 @@ def main(args: argparse.Namespace) -> None:
     more = recipe.eval.draft_length  # so that replay can see how a last block would have gone on
     longest = max(map(len, prompts)) + tokens + more + 1
     cli.say("engine: plain greedy decoding")
-    with ServedTarget(recipe, longest) as engine:
+    with ServedTarget(recipe, longest, max_num_seqs=args.at_once) as engine:
         plain = engine.write(prompts, tokens + more)
     records, refusals = [], []
     for name, policy, options in cases(folder):
+        options["max_num_seqs"] = args.at_once
         cli.say(f"engine: {name} drafts")
         with ServedTarget(recipe, longest, folder.with_name(name), **options) as engine:
             differs = difference_of(engine.write(prompts, tokens), plain)
@@ -133,4 +136,5 @@ if __name__ == "__main__":
     arguments = cli.parser(__doc__.splitlines()[0])
     arguments.add_argument("--prompts", type=int, default=12, metavar="N", help="held-out prompts")
     arguments.add_argument("--tokens", type=int, metavar="N", help="of a text; default: rollouts.max_new_tokens")
+    arguments.add_argument("--at-once", type=int, default=1, metavar="N", help="texts in one batch of the engine")
     cli.run(main, arguments)

@@ -116,7 +116,8 @@ def test_no_acceptance_length_of_an_engine_that_changes_the_output(path, exporte
     """vLLM 0.32 corrupts the target's cache with a windowed drafter unless its hybrid cache manager is off."""
     records = exported / "engine.jsonl"
     records.unlink(missing_ok=True)
-    words = ["engine.options={disable_hybrid_kv_cache_manager: false}", "--prompts", "3", "--tokens", "64"]
+    words = ["engine.options={disable_hybrid_kv_cache_manager: false}", "--prompts", "3", "--tokens", "64",
+             "--at-once", "3"]  # fmt: skip
     assert call("eval/engine.py", path, *words) == 1
     window = json.loads(records.read_text().splitlines()[-1])
     assert "texts differ from plain greedy decoding" in window["differs"] and "engine" not in window
