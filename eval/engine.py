@@ -6,8 +6,7 @@ Serves target + RUN/export, and RUN/export-native-window where there is one, on 
 fp32. The engine's speculative output is first compared with its own plain greedy output: where they differ it does not
 serve the target any more, and no AL is reported (exit status 1). One text at a time, so that nothing but the drafter
 decides what is drafted; with `--at-once` it shows what a batch changes (in vLLM 0.32 a windowed drafter's blocks, not
-the output). Needs launch/engine_env.sh; records are appended to
-RUN/engine.jsonl.
+the output). Needs launch/engine_env.sh; records are appended to RUN/engine.jsonl.
 """
 
 import argparse
