@@ -32,6 +32,7 @@ def main(args: argparse.Namespace) -> None:
 def plan(recipe: Recipe) -> None:
     """What would be written, without reading prompts or weights."""
     cli.say(recipe.as_yaml())
+    cli.say(f"engine: {recipe.engine.text}")
     sampling = recipe.rollouts
     for split, source, temperatures in (
         ("train", recipe.prompts.train, sampling.train_temperatures),

@@ -19,6 +19,7 @@ def main(args: argparse.Namespace) -> None:
     signal = recipe.signal
     if args.plan:
         cli.say(plan_text(recipe, signal))
+        cli.say(f"engine: {recipe.engine.text}")
         return
     from draftkv.drafter import load_drafter
     from draftkv.teacher.rollouts import load_rollouts

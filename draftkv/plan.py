@@ -88,6 +88,7 @@ def _stages(recipe: Recipe) -> list[str]:
     checkpoints = sorted(run.glob("checkpoints/*"))
     records = run / "acceptance.jsonl"
     states = [
+        ("engine", f"{recipe.engine.text} (rollouts and stored signals)"),
         ("rollouts", f"{len(stores)} store(s) in {recipe.output}/rollouts, reused if the ingredients are the same"
          if stores else "absent"),
         ("distill", "done" if (run / "done.json").is_file() else
@@ -229,7 +230,8 @@ def _notes(recipe: Recipe, target: Shape | None, drafter: Shape | None) -> list[
     if target and target.params and WIDTH[recipe.target.dtype] * target.params > LARGEST_DEVICE:
         weights = size(WIDTH[recipe.target.dtype] * target.params)
         notes.append(f"the target's weights ({weights}) fit no device of 141 GB:"
-                     " they must be spread over several, and a copy in every process will not do")
+                     " they must be spread over several, and a copy in every process will not do; serve it"
+                     " (engine.kind=server) and train with signal.source=stored")
     for role, shape, name in (("target", target, recipe.target.model), ("drafter", drafter, recipe.drafter.model)):
         if shape is None:
             notes.append(f"{role} {name}: give a folder with its config.json to have it in the estimates")

@@ -86,6 +86,32 @@ class Rollouts(Section):
         return value
 
 
+class Engine(Section):
+    """What runs the target for rollouts and stored signals. See `draftkv.teacher.engines`."""
+
+    kind: Literal["transformers", "server", "offline"] = Field(
+        "transformers", description="in this process; a served vLLM; vLLM in a process of its own environment")
+    url: str = Field("http://127.0.0.1:8000", pattern=r"^https?://[^/\s]+(/\S*)?$", description="server: its address")
+    model: str | None = Field(None, description="server: the name it serves the target under; null: target.model")
+    python: str | None = Field(None, description="of the engine's environment; null: .venv-engine's")
+    timeout_s: float = Field(600.0, gt=0, description="wait for one answer (server), one batch or the start (offline)")
+    retries: int = Field(6, ge=0, description="more tries after an error or a bad answer, 1, 2, 4 ... 30 s apart")
+    concurrency: int = Field(16, ge=1, description="server: most requests in flight")
+    options: dict[str, Any] = Field(default_factory=dict, description="vLLM's own, e.g. {tensor_parallel_size: 8}")
+
+    @property
+    def is_vllm(self) -> bool:
+        return self.kind != "transformers"
+
+    @property
+    def text(self) -> str:
+        """In words, for plans."""
+        if not self.is_vllm:
+            return "transformers, in the process of the command"
+        where = f"a server at {self.url}, {self.concurrency} requests in flight" if self.kind == "server" else "offline"
+        return f"vLLM, {where}; {self.retries} retries, {self.timeout_s:g} s for an answer"
+
+
 class View(Section):
     """A distribution over policies for training: a policy whose numbers may be ranges [low, high]."""
 
@@ -235,6 +261,7 @@ class Recipe(Section):
     drafter: Drafter = Drafter()
     prompts: Prompts
     rollouts: Rollouts = Rollouts()
+    engine: Engine = Engine()
     views: list[View] = Field(min_length=1)
     signal: Signal = Signal()
     loss: list[LossTerm] = Field([LossTerm(name="forward_kl")], min_length=1)
@@ -254,6 +281,24 @@ class Recipe(Section):
                     )
                 if self.signal.samples is not None and term.name != "forward_kl":
                     raise ValueError(f"loss.{i}: signal.samples leaves forward_kl unbiased and no other loss")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_can_say_it(self) -> "Recipe":
+        """vLLM reports log-probabilities of the top k at temperature 1, and a server has one dtype."""
+        kind, rollouts = self.engine.kind, self.rollouts
+        if not self.engine.is_vllm:
+            return self
+        for name in ("train_temperatures", "eval_temperatures"):
+            other = [t for t in getattr(rollouts, name) if t not in (0, 1)]
+            if other:
+                raise ValueError(f"rollouts.{name} {other[0]:g}: vLLM reports log-probabilities at temperature 1, so"
+                                 f" only 0 and 1 are exact with engine.kind '{kind}'; use 'transformers' for others")
+        if self.signal.temperature != 1 or self.signal.samples is not None:
+            raise ValueError(f"signal: engine.kind '{kind}' gives the top k at temperature 1; signal.temperature and"
+                             " signal.samples need 'transformers'")
+        if kind == "server" and rollouts.dtype != self.target.dtype:
+            raise ValueError(f"rollouts.dtype {rollouts.dtype}, target.dtype {self.target.dtype}: a server has one")
         return self
 
     @model_validator(mode="after")

@@ -228,6 +228,7 @@ def rehearse(recipe: Recipe) -> Recipe:
     plain["prompts"] = {"train": train, "eval": held_out, "max_prompt_tokens": PROMPT + SLACK}
     plain["rollouts"] |= {"max_new_tokens": min(RESPONSE, recipe.rollouts.max_new_tokens),
                           "batch_size": min(4, recipe.rollouts.batch_size)}
+    plain["engine"]["kind"] = "transformers"  # the stand-ins are served nowhere
     plain["views"] = [_view(view, scale) for view in recipe.views]
     plain["train"] |= {
         "steps": min(6, recipe.train.steps), "rows": min(4, recipe.train.rows), "warmup_steps": 1,

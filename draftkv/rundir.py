@@ -19,7 +19,8 @@ from draftkv.errors import InputError, RunError
 from draftkv.recipe import Recipe
 
 # Keys that may change between two starts of one run: they touch neither the weights nor a measured number.
-FREE_KEYS = ("why", "trackers", "export", "output")
+FREE_KEYS = ("why", "trackers", "export", "output", "engine.url", "engine.model", "engine.python", "engine.timeout_s",
+             "engine.retries", "engine.concurrency", "engine.options")  # fmt: skip
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "flash-attn",
             "flash-linear-attention", "causal-conv1d", "deepspeed")  # fmt: skip
 
@@ -93,7 +94,8 @@ def first_change(before: dict[str, Any], after: dict[str, Any]) -> str | None:
     """The first key whose value differs, as text; keys in FREE_KEYS may differ."""
     old, new = _flat(before), _flat(after)
     for key in [*new, *(k for k in old if k not in new)]:
-        if key.split(".")[0] not in FREE_KEYS and old.get(key) != new.get(key):
+        is_free = any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+        if not is_free and old.get(key) != new.get(key):
             return f"{key} was {old.get(key)!r} when this run began and is {new.get(key)!r} now"
     return None
 

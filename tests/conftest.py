@@ -11,7 +11,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -26,7 +25,7 @@ CHAT_TEMPLATE = (
 )
 NEEDS = {
     "gpu": ("no CUDA device", lambda: torch.cuda.is_available()),
-    "engine": ("no serving engine (vLLM) is installed", lambda: importlib.util.find_spec("vllm") is not None),
+    "engine": ("no engine environment (bash launch/test_engine.sh)", lambda: "DRAFTKV_ENGINE_PYTHON" in os.environ),
 }
 
 

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from draftkv.models import load_config, resolve
 
 
 @dataclass
@@ -42,7 +44,21 @@ class Response:
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Every id that ends a response: of the generation configuration and of the tokenizer."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
+    return _stops(model.generation_config, tokenizer)
+
+
+def served_stop_ids(model_id: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """`stop_ids` of a model whose weights are not here, from its files."""
+    config = load_config(model_id, revision)
+    try:
+        generation = GenerationConfig.from_pretrained(resolve(model_id), revision=revision)
+    except OSError:  # no generation_config.json: transformers takes the model's own configuration, and so do we
+        generation = GenerationConfig.from_model_config(config)
+    return _stops(generation, tokenizer)
+
+
+def _stops(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    configured = getattr(generation, "eos_token_id", None)
     listed = configured if isinstance(configured, list) else [configured]
     return {i for i in (*listed, tokenizer.eos_token_id) if i is not None}
 

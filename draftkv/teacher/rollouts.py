@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets, load_from_disk
 
 from draftkv import cli, models
@@ -28,7 +27,8 @@ from draftkv.embedded import lock
 from draftkv.errors import InputError
 from draftkv.recipe import Recipe
 from draftkv.rundir import writing
-from draftkv.teacher.engine import Engine, Request, Response, batches, repeated_share, row_seed, stop_ids
+from draftkv.teacher.engine import Request, Response, batches, repeated_share, row_seed
+from draftkv.teacher.engines import TeacherEngine, engine_ingredient, open_engine
 from draftkv.teacher.prompts import Prompt, PromptSet, load_prompts, next_turn, too_long
 
 FORMAT = 1
@@ -154,6 +154,7 @@ class _Plan:
             "prompts": content_hash([
                 [p.row_id, p.prompt_ids, p.source, p.category, p.later_turns] for p in self.prompts.prompts
             ]),
+            **engine_ingredient(self.recipe),
         }  # fmt: skip
 
     def first_round(self) -> list[Job]:
@@ -187,13 +188,14 @@ def _write_store(plan: _Plan, progress: bool) -> None:
     for left in plan.folder.glob("*.tmp"):  # of a run that was killed
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     write_manifest(plan, shards=0, counts={}, complete=False)
-    jobs, skipped, engine = plan.first_round(), Counter(plan.prompts.skipped), _LazyEngine(plan)
+    jobs, skipped = plan.first_round(), Counter(plan.prompts.skipped)
     shards: list[Dataset] = []
-    while jobs:
-        written = _write_round(plan, jobs, len(shards), engine, progress)
-        shards += written
-        answers = {(r["row_id"], r["temperature"]): r["response_ids"] for shard in written for r in shard.to_list()}
-        jobs = plan.next_round(jobs, answers, skipped)
+    with open_engine(plan.recipe) as engine:
+        while jobs:
+            written = _write_round(plan, jobs, len(shards), engine, progress)
+            shards += written
+            answers = {(r["row_id"], r["temperature"]): r["response_ids"] for shard in written for r in shard.to_list()}
+            jobs = plan.next_round(jobs, answers, skipped)
     lengths = [len(ids) for shard in shards for ids in shard["response_ids"]]
     short = sum(length < MIN_RESPONSE for length in lengths)
     if short:
@@ -202,7 +204,7 @@ def _write_store(plan: _Plan, progress: bool) -> None:
     write_manifest(plan, shards=len(shards), counts=counts, complete=True)
 
 
-def _write_round(plan: _Plan, jobs: list[Job], first: int, engine: "_LazyEngine", progress: bool) -> list[Dataset]:
+def _write_round(plan: _Plan, jobs: list[Job], first: int, engine: TeacherEngine, progress: bool) -> list[Dataset]:
     """Write the missing shards of one round and return all of its shards; they are numbered from `first`."""
     seed, sampling = plan.recipe.rollouts.seed, plan.recipe.rollouts
     requests = [
@@ -215,29 +217,10 @@ def _write_round(plan: _Plan, jobs: list[Job], first: int, engine: "_LazyEngine"
         cli.say(f"{title}: {len(groups) - len(missing)} of {len(groups)} batches are already in {plan.folder}")
     for index, group in cli.track(title, missing) if progress else missing:
         began = time.monotonic()
-        responses = engine().write([requests[i] for i in group], sampling.max_new_tokens)
+        responses = engine.write([requests[i] for i in group], sampling.max_new_tokens)
         rows = to_rows([jobs[i] for i in group], responses)
-        write_shard(plan.folder, index, plan.key, rows, time.monotonic() - began)
+        write_shard(plan.folder, index, plan.key, rows, time.monotonic() - began, engine.about)
     return [read_shard(plan.folder, index, plan.key) for index, _ in groups]
-
-
-class _LazyEngine:
-    """Loads the target when the first missing batch asks for it."""
-
-    def __init__(self, plan: _Plan):
-        self.plan, self.engine = plan, None
-
-    def __call__(self) -> Engine:
-        self.engine = self.engine or _load_engine(self.plan)
-        return self.engine
-
-
-def _load_engine(plan: _Plan) -> Engine:
-    target = plan.recipe.target
-    model = models.load_model(target.model, target.revision, plan.recipe.rollouts.dtype)
-    if torch.cuda.is_available():
-        model = model.cuda()
-    return Engine(model, len(plan.tokenizer), stop_ids(model, plan.tokenizer))
 
 
 def to_rows(jobs: list[Job], responses: list[Response]) -> list[dict[str, Any]]:
@@ -289,7 +272,10 @@ def read_manifest(folder: Path, key: str) -> dict[str, Any] | None:
 
 def write_manifest(plan: _Plan, shards: int, counts: dict, complete: bool) -> None:
     target = plan.recipe.target
-    about = {"target": target.model, "revision": target.revision, "torch": torch.__version__}
+    # Each shard names the engine that wrote it: a run that goes on may find another release of it.
+    engines = [shard_about(plan.folder, index).get("engine") for index in range(shards)]
+    about = {"target": target.model, "revision": target.revision,
+             "engines": [e for i, e in enumerate(engines) if e and e not in engines[:i]]}  # fmt: skip
     content = {
         "key": plan.key, "complete": complete, "shards": shards, "counts": counts,
         "about": about, "ingredients": plan.ingredients,
@@ -303,14 +289,17 @@ def shard_folder(folder: Path, index: int) -> Path:
     return folder / f"shard-{index:05d}"
 
 
-def write_shard(folder: Path, index: int, key: str, rows: list[dict[str, Any]], seconds: float) -> None:
+def write_shard(
+    folder: Path, index: int, key: str, rows: list[dict[str, Any]], seconds: float, engine: dict[str, Any]
+) -> None:
     """Write one batch beside its place and rename it."""
     place = shard_folder(folder, index)
     beside = place.with_suffix(".tmp")
     with writing(place, beside):
         Dataset.from_list(rows, features=FEATURES).save_to_disk(beside)
         hashes = {f.name: models.file_hash(f) for f in sorted(beside.glob("*.arrow"))}
-        about = {"key": key, "index": index, "rows": len(rows), "seconds": seconds, "files": hashes}
+        about = {"key": key, "index": index, "rows": len(rows), "seconds": seconds, "engine": engine,
+                 "files": hashes}  # fmt: skip
         (beside / "shard.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     os.rename(beside, place)
 

@@ -31,8 +31,9 @@ from draftkv.embedded import lock
 from draftkv.errors import InputError
 from draftkv.recipe import Recipe
 from draftkv.rundir import writing
+from draftkv.teacher.engines import engine_ingredient, open_engine
 from draftkv.teacher.rollouts import Rollouts, content_hash
-from draftkv.teacher.signals import Hidden, TopK
+from draftkv.teacher.signals import TopK
 
 FORMAT = 1
 SHARD_ROWS = 32
@@ -60,6 +61,7 @@ class SignalPlan:
             "format": FORMAT, "rollouts": rollouts.key, "vocab": vocab, "dtype": recipe.target.dtype,
             "signal": signal.model_dump(mode="json", exclude={"source"}),
             **{name: about[name] for name in ("weights", "tokenizer", "chat_template")},
+            **engine_ingredient(recipe),
         }  # fmt: skip
         key = content_hash(ingredients)[:16]
         return cls(Path(recipe.output) / "signals" / key, key, ingredients, tuple(rollouts.rows()))
@@ -89,11 +91,11 @@ class SignalPlan:
 
 
 def write_signals(recipe: Recipe, plan: SignalPlan, progress: bool = True) -> None:
-    """Write the missing shards of a store with the target in process; a finished store is left as it is.
+    """Write the missing shards of a store with the recipe's engine; a finished store is left as it is.
 
     Raises:
         InputError: an existing shard of another store.
-        RunError: a shard could not be written (a full disk); those before it are kept.
+        RunError: a shard could not be written (a full disk, an engine out of reach); those before it are kept.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     with lock(plan.folder / ".lock"):
@@ -102,55 +104,31 @@ def write_signals(recipe: Recipe, plan: SignalPlan, progress: bool = True) -> No
             plan.about(index)
         if missing:
             _write_missing(recipe, plan, missing, progress)
+        engines = [plan.about(index).get("engine") for index in range(len(plan.shards))]
         _write_json(plan.folder / "manifest.json", {
             "key": plan.key, "complete": True, "shards": len(plan.shards), "ingredients": plan.ingredients,
+            "engines": [e for i, e in enumerate(engines) if e and e not in engines[:i]],
         })  # fmt: skip
 
 
 def _write_missing(recipe: Recipe, plan: SignalPlan, missing: list[int], progress: bool) -> None:
-    from draftkv.distill.student import Teacher
-
-    target = models.load_model(recipe.target.model, recipe.target.revision, recipe.target.dtype)
-    teacher = Teacher(target.to("cuda" if torch.cuda.is_available() else "cpu"))
-    vocab, signal = plan.ingredients["vocab"], recipe.signal
-    for index in cli.track("signals", missing) if progress else missing:
-        began = time.monotonic()
-        parts = [compress(teacher.hidden(row), teacher.head, signal, vocab, _seed(recipe, row))
-                 for row in plan.shards[index]]
-        tensors = {
-            "ids": torch.cat([p.ids for p in parts]).int(), "logprobs": torch.cat([p.logprobs for p in parts]).half(),
-            "tail_logprob": torch.cat([p.tail_logprob for p in parts]).float(),
-            "starts": torch.tensor([0, *(len(p) for p in parts)]).cumsum(0),
-        }  # fmt: skip
-        write_shard(plan, index, {k: v.cpu().contiguous() for k, v in tensors.items()}, time.monotonic() - began)
+    with open_engine(recipe) as engine:
+        for index in cli.track("signals", missing) if progress else missing:
+            began = time.monotonic()
+            parts = engine.score(plan.shards[index], plan.ingredients["vocab"])
+            tensors = {
+                "ids": torch.cat([p.ids for p in parts]).int(),
+                "logprobs": torch.cat([p.logprobs for p in parts]).half(),
+                "tail_logprob": torch.cat([p.tail_logprob for p in parts]).float(),
+                "starts": torch.tensor([0, *(len(p) for p in parts)]).cumsum(0),
+            }  # fmt: skip
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            write_shard(plan, index, tensors, time.monotonic() - began, engine.about)
 
 
-def _seed(recipe: Recipe, row: dict[str, Any]) -> int:
-    from draftkv.teacher.engine import row_seed
-
-    return row_seed(recipe.rollouts.seed, row["row_id"], row["temperature"])
-
-
-@torch.no_grad()
-def compress(hidden: Tensor, head: Tensor, signal: Any, vocab: int, seed: int, chunk: int = 256) -> TopK:
-    """A row's signal [R - 1] from the target's hidden states, chunk by chunk.
-
-    `signal.samples` draws instead of taking the likeliest: N draws with replacement, each distinct token stored with
-    log(count / N) and no tail. The gradient of forward KL is then unbiased (sparse logit sampling, arXiv 2503.16870).
-    """
-    generator = torch.Generator().manual_seed(seed)
-    whole, found = Hidden(hidden, head), []
-    for start in range(0, len(hidden), chunk):
-        dense = whole.rows(start, min(start + chunk, len(hidden)), vocab)
-        if signal.samples is None:
-            found.append(dense.top_k(signal.k, None, signal.temperature))
-        else:
-            found.append(dense.sample(signal.samples, signal.temperature, generator))
-    return TopK(torch.cat([f.ids for f in found]), torch.cat([f.logprobs for f in found]),
-                torch.cat([f.tail_logprob for f in found]), signal.temperature)  # fmt: skip
-
-
-def write_shard(plan: SignalPlan, index: int, tensors: dict[str, Tensor], seconds: float) -> None:
+def write_shard(
+    plan: SignalPlan, index: int, tensors: dict[str, Tensor], seconds: float, engine: dict[str, Any]
+) -> None:
     """The tensors first, then the description that makes them count."""
     final = plan.file(index)
     beside = final.with_suffix(".tmp")
@@ -158,7 +136,7 @@ def write_shard(plan: SignalPlan, index: int, tensors: dict[str, Tensor], second
         save_file(tensors, beside)
         about = {"key": plan.key, "rows": [row_name(row) for row in plan.shards[index]],
                  "sha256": models.file_hash(beside), "bytes": beside.stat().st_size, "seconds": seconds,
-                 "tokens": len(tensors["ids"])}  # fmt: skip
+                 "tokens": len(tensors["ids"]), "engine": engine}  # fmt: skip
         os.replace(beside, final)
         _write_json(final.with_suffix(".json"), about)
 

@@ -29,7 +29,7 @@ def test_every_recipe_has_a_plan(path):
 
 @pytest.mark.parametrize("script", ["data/rollouts.py", "train/distill.py", "train/export.py", "eval/acceptance.py",
                                     "eval/live.py", "eval/report.py", "data/signals.py", "eval/staleness.py",
-                                    "eval/fidelity.py"])  # fmt: skip
+                                    "eval/fidelity.py", "eval/engine.py"])  # fmt: skip
 def test_every_command_has_a_plan_of_every_recipe(script, tmp_path, capsys, monkeypatch):
     """Without weights, network or a trace on the disk."""
 
@@ -44,6 +44,16 @@ def test_every_command_has_a_plan_of_every_recipe(script, tmp_path, capsys, monk
         seen = capsys.readouterr()
         assert seen.out and not seen.err
     assert not list(tmp_path.iterdir())
+
+
+def test_the_engine_is_named(capsys):
+    words = ["engine.kind=server", "engine.url=http://node7:8000", "engine.concurrency=32", "target.dtype=float32",
+             "rollouts.dtype=float32"]  # fmt: skip
+    assert "vLLM, a server at http://node7:8000, 32 requests in flight" in plan(load_recipe(QUICK, words))
+    assert "engine     transformers, in the process" in plan(load_recipe(QUICK))
+    for script in ("data/rollouts.py", "data/signals.py"):
+        assert call(script, QUICK, *words, "--plan") == 0
+        assert "engine: vLLM, a server at http://node7:8000" in capsys.readouterr().out
 
 
 def test_the_papers_setting_has_the_known_figures():

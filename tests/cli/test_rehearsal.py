@@ -55,6 +55,11 @@ def test_every_recipe_shrinks(path):
         assert view.rho == own.rho and type(view.budget) is type(own.budget)
 
 
+def test_a_rehearsal_asks_no_server():
+    recipe = load_recipe(ROOT / "recipes/qwen35_4b.yaml", ["engine.kind=server", "rollouts.dtype=bfloat16"])
+    assert recipe.engine.is_vllm and not rehearse(recipe).engine.is_vllm
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_prompts_are_longer_than_every_budget_and_fit(path):
     small, tokenizer = rehearse(load_recipe(path)), tiny_tokenizer()

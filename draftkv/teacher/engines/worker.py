@@ -1,0 +1,78 @@
+"""vLLM behind two pipes: runs in the engine's environment, so it imports vLLM and the standard library alone.
+
+One JSON object a line in, one out. `start` takes the arguments of `vllm.LLM`; `write`, `score` and `counters` answer
+in the forms that `answers.py` checks. What fails is answered as {"error": text}.
+"""
+
+import json
+import os
+import sys
+
+
+def start(options):
+    import vllm
+
+    llm = vllm.LLM(**options)
+    return llm, {"vllm": vllm.__version__, "max_model_len": llm.llm_engine.model_config.max_model_len}
+
+
+def write(llm, requests, max_new_tokens, stops, ignore_eos=False):
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": r["prompt_ids"]} for r in requests]
+    sampling = [
+        SamplingParams(temperature=r["temperature"], seed=r["seed"], top_p=1.0, top_k=0, min_p=0.0, logprobs=0,
+                       max_tokens=max_new_tokens, stop_token_ids=stops, ignore_eos=ignore_eos, detokenize=False)
+        for r in requests
+    ]  # fmt: skip
+    answers = []
+    for result in llm.generate(prompts, sampling, use_tqdm=False):
+        output = result.outputs[0]
+        ids = list(output.token_ids)
+        logprobs = [entries[token].logprob for entries, token in zip(output.logprobs, ids, strict=True)]
+        answers.append({"prompt_ids": list(result.prompt_token_ids), "ids": ids, "logprobs": logprobs,
+                        "finish_reason": output.finish_reason})  # fmt: skip
+    return {"answers": answers}
+
+
+def score(llm, rows, k):
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": row["ids"]} for row in rows]
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=k, detokenize=False)
+    answers = []
+    for row, result in zip(rows, llm.generate(prompts, sampling, use_tqdm=False), strict=True):
+        positions = [
+            None if entries is None else [] if place < row["prompt_len"]
+            else [[token, entry.logprob, entry.rank] for token, entry in entries.items()]
+            for place, entries in enumerate(result.prompt_logprobs)
+        ]  # fmt: skip
+        answers.append({"prompt_ids": list(result.prompt_token_ids), "positions": positions})
+    return {"answers": answers}
+
+
+def counters(llm):
+    return {m.name: m.value for m in llm.get_metrics() if isinstance(getattr(m, "value", None), int)}
+
+
+def main():
+    # vLLM prints to standard output; answers go where nothing else is printed.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    llm = None
+    for line in sys.stdin:
+        message = json.loads(line)
+        what = message.pop("what")
+        try:
+            if what == "start":
+                llm, answer = start(**message)
+            else:
+                answer = {"write": write, "score": score, "counters": counters}[what](llm, **message)
+        except Exception as error:  # whatever it is, the other side has to hear of it
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+
+if __name__ == "__main__":  # vLLM starts processes that import this file
+    main()
