@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from draftkv.acceptance.score import score
 from draftkv.acceptance.sequential import sequential_flags
 from draftkv.acceptance.walk import Walk, walk
-from draftkv.cache.architecture import shares_prompt
 from draftkv.cache.offloaded import OffloadedCache, RefreshCost
 from draftkv.cache.oracle import oracle_notes
 from draftkv.cache.parallel import lay_out, passes, predicting_rows
@@ -95,7 +94,7 @@ class Replay:
         at_once = [p for p in policies if not (p.reselects or p.needs_answer or self.measure)]
         found: dict[str, Acceptance] = {}
         with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=self.bf16):
-            for group in passes(at_once, len(row["prompt_ids"]), shares_prompt(model.config)):
+            for group in passes(at_once, len(row["prompt_ids"])):
                 found |= self._parallel(model, row, group)
             for policy in policies:
                 if policy.label not in found:

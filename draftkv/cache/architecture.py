@@ -43,12 +43,6 @@ def layer_kinds(config: "PretrainedConfig") -> list[str]:
     return [kind(layer) for layer in DynamicCache(config=config).layers]
 
 
-def shares_prompt(config: "PretrainedConfig") -> bool:
-    """Whether several views of one row can share a prompt pass laid out in one sequence: recurrent layers would carry
-    the first view's state into the second."""
-    return "recurrent" not in layer_kinds(config)
-
-
 def check_family(model_type: str, name: str) -> None:
     """Raises: InputError for a `model_type` that is not in the parity tests."""
     # A multimodal configuration names its text part differently (qwen3_5 holds qwen3_5_text).

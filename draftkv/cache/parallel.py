@@ -2,8 +2,9 @@
 
 A row of the batch is laid out as [prompt | response under view 1 | response under view 2 | ... | padding]. The views
 share the prompt's pass, so V views cost P + V*R rows instead of V*(P + R); each view attends to the prompt and its own
-response only, and `position_ids` restart after the prompt. Gradient flows through kept keys and values, the prompt's
-included; the selection itself is detached.
+response only, recurrent layers branch from the prompt's final state (`draftkv.cache.recurrent`), and `position_ids`
+restart after the prompt. Gradient flows through kept keys and values, the prompt's included; the selection itself is
+detached.
 
 Rows between two selections are an *epoch*: they share one selected set, so an epoch costs one gather. The later
 selections of a view are scored by queries of earlier rows of the same pass, which is causal.
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import draftkv.cache.recurrent  # noqa: F401  (recurrent layers learn to branch)
 from draftkv.cache.attention import LayerInfo, attend_prompt, attend_rows, front_positions, gather
 from draftkv.cache.policy import Policy
 from draftkv.cache.scene import Notes, Scene
@@ -146,10 +148,8 @@ def _attend_segment(
     return torch.cat(out, 1)
 
 
-def passes(policies: Sequence[Policy], prompt_len: int, shared: bool) -> list[list[Policy]]:
-    """Group policies into forward passes: those whose prompt rows see the same may share one."""
-    if not shared:
-        return [[p] for p in policies]
+def passes(policies: Sequence[Policy], prompt_len: int) -> list[list[Policy]]:
+    """Group policies into forward passes: those whose prompt rows see the same share one."""
     groups: dict[Any, list[Policy]] = {}
     for policy in policies:
         groups.setdefault(policy.prefill_split(prompt_len), []).append(policy)

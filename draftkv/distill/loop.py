@@ -68,7 +68,6 @@ class Trainer:
         self.teacher, self.schedule, self.evaluate, self.log = teacher, schedule, evaluate, log
         self.anchor, self.progress = anchor, Progress()
         self.stop = StopSignal()
-        self.shared = accelerator.unwrap_model(student).shared
 
     def resume(self) -> bool:
         """Continue from the newest complete checkpoint, if there is one."""
@@ -159,7 +158,7 @@ class Trainer:
         return dict(zip(names, total.tolist(), strict=True))
 
     def _forward(self, items: list[Item]) -> Any:
-        batch, owners = build_batch(items, self.shared)
+        batch, owners = build_batch(items)
         rows, lengths = supervised_rows(batch)
         device = self.accelerator.device
         signal = self.teacher.signal(items, owners)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftkv.cache.architecture import shares_prompt
 from draftkv.cache.parallel import Batch, lay_out, passes
 from draftkv.cache.policy import Policy
 from draftkv.distill.head import HeadLoss, distill_loss
@@ -16,8 +15,8 @@ from draftkv.recipe import LossTerm
 from draftkv.teacher.signals import Hidden
 
 
-def build_batch(items: Sequence[Item], shared: bool) -> tuple[Batch, list[tuple[int, int, float]]]:
-    """Lay out items; views that cannot share a prompt pass get rows of their own.
+def build_batch(items: Sequence[Item]) -> tuple[Batch, list[tuple[int, int, float]]]:
+    """Lay out items; views under which prompt rows see something else get rows of their own.
 
     Returns:
         The batch, and for each segment in order (batch row, index of its item, loss weight).
@@ -28,7 +27,7 @@ def build_batch(items: Sequence[Item], shared: bool) -> tuple[Batch, list[tuple[
         weights: dict[Policy, list[float]] = {}
         for policy, weight in zip(item.views, item.weights, strict=True):
             weights.setdefault(policy, []).append(weight)
-        for group in passes(item.views, len(item.row["prompt_ids"]), shared):
+        for group in passes(item.views, len(item.row["prompt_ids"])):
             prompts.append(item.row["prompt_ids"])
             responses.append(item.row["response_ids"])
             views.append(group)
@@ -48,7 +47,6 @@ class Student(nn.Module):
     def __init__(self, model: nn.Module, terms: Sequence[LossTerm], vocab: int, chunk: int, autocast: bool = False):
         super().__init__()
         self.model, self.terms, self.vocab, self.chunk, self.autocast = model, list(terms), vocab, chunk, autocast
-        self.shared = shares_prompt(model.config)
         # The layers that a sharding backend gathers one at a time.
         kinds = {type(layer).__name__ for layer in decoder_layers(model)}
         self._no_split_modules = sorted(kinds)

@@ -27,6 +27,7 @@ from draftkv.cache.evicted import EvictedCache
 from draftkv.cache.oracle import oracle_notes
 from draftkv.cache.parallel import lay_out, predicting_rows, single
 from draftkv.cache.policy import PRESETS, Policy
+from draftkv.cache.recurrent import MIXERS
 from draftkv.rehearsal import tiny_model
 
 
@@ -114,34 +115,73 @@ def test_gradient_reaches_prompt_keys_and_values(arch, checkpointing):
             assert torch.allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if a not in HYBRIDS])
-def test_views_of_one_row_equal_separate_passes(arch):
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_views_of_one_row_equal_separate_passes(arch, checkpointing):
     """Batched rows of different lengths, several views each: logits and gradients equal one pass per view."""
-    m = model(arch)
-    seqs = [tokens(n, seed=n)[0].tolist() for n in (PROMPT, 21)]
-    responses = [tokens(n, seed=n)[0].tolist() for n in (RESPONSE, 9)]
-    views = [[policy("full", 0), policy("swa", 7), policy("rift_stat", 12)], [policy("streaming", 9)]]
-    m.zero_grad()
+    m = fresh(arch).train()
+    m.set_attn_implementation(ATTENTION)
+    if checkpointing:
+        m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # The last row feeds one token a view: recurrent layers have step-wise kernels for those, without gradient.
+    seqs = [tokens(n, seed=n)[0].tolist() for n in (PROMPT, 21, 2)]
+    responses = [tokens(n, seed=n)[0].tolist() for n in (RESPONSE, 9, 2)]
+    views = [[policy("full", 0), policy("swa", 7), policy("rift_stat", 12)], [policy("streaming", 9)],
+             [policy("full", 0), policy("swa", 1)]]  # fmt: skip
     batch = lay_out(seqs, responses, views)
-    logits = m(batch.input_ids, position_ids=batch.position_ids, cache_view=batch.view, use_cache=False).logits
-    shared = []
-    for i, layout in enumerate(batch.view.rows):
-        shared += [logits[i, rows] for rows in predicting_rows(layout)]
-    sum(x.float().pow(2).mean() for x in shared).backward()
-    together = [p.grad.clone() for p in m.parameters() if p.grad is not None]
-    m.zero_grad()
-    apart = []
-    for prompt, response, policies in zip(seqs, responses, views, strict=True):
-        for pol in policies:
-            one = lay_out([prompt], [response], [[pol]])
-            out = m(one.input_ids, position_ids=one.position_ids, cache_view=one.view, use_cache=False).logits
-            apart.append(out[0, predicting_rows(one.view.rows[0])[0]])
-    sum(x.float().pow(2).mean() for x in apart).backward()
+    shared, together = _logits_and_gradients(m, [batch])
+    single_views = [([p], [r], [[v]]) for p, r, vs in zip(seqs, responses, views, strict=True) for v in vs]
+    apart, separate = _logits_and_gradients(m, [lay_out(*one) for one in single_views])
+    assert len(shared) == len(apart) == 6
     for a, b in zip(shared, apart, strict=True):
         assert (a - b).abs().max() <= TOLERANCE
-    for a, b in zip(together, [p.grad for p in m.parameters() if p.grad is not None], strict=True):
-        assert torch.allclose(a, b, atol=1e-5, rtol=1e-4)
+    assert together.keys() == separate.keys()
+    for name, grad in together.items():
+        assert torch.allclose(grad, separate[name], atol=1e-5, rtol=1e-4), name
+
+
+def _logits_and_gradients(m, batches):
+    """Logits of every segment's predicting rows, and the gradients of their mean squares."""
     m.zero_grad(set_to_none=True)
+    found = []
+    for batch in batches:
+        out = m(batch.input_ids, position_ids=batch.position_ids, cache_view=batch.view, use_cache=False).logits
+        found += [out[i, rows] for i, layout in enumerate(batch.view.rows) for rows in predicting_rows(layout)]
+    sum(x.float().pow(2).mean() for x in found).backward()
+    return [x.detach() for x in found], {n: p.grad for n, p in m.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("arch", HYBRIDS)
+def test_recurrent_layers_read_the_prompt_once(arch):
+    """P + V R tokens for V views, counted where the recurrence is computed; the prompt gets every view's gradient."""
+    m, counts = fresh(arch), []
+    m.set_attn_implementation(ATTENTION)
+    mixers = [x for x in m.modules() if isinstance(x, MIXERS)]
+    for mixer in mixers:
+        mixer.out_proj.register_forward_hook(lambda _, inputs, out: counts.append(out.shape[0] * out.shape[1]))
+    batch = lay_out([tokens(PROMPT)[0].tolist()], [tokens(RESPONSE)[0].tolist()],
+                    [[policy("full", 0), policy("swa", 7), policy("rift_stat", 12), policy("streaming", 9)]])  # fmt: skip
+    embeds = m.get_input_embeddings()(batch.input_ids).detach().requires_grad_()
+    out = m(inputs_embeds=embeds, position_ids=batch.position_ids, cache_view=batch.view, use_cache=False).logits
+    assert mixers and sum(counts) == len(mixers) * (PROMPT + 4 * (RESPONSE - 1))
+    start = batch.view.rows[0].segments[3].start
+    grad = torch.autograd.grad(out[0, start:].float().pow(2).mean(), embeds)[0][0]
+    assert grad[:PROMPT].abs().max() > 0 and grad[PROMPT:start].abs().max() == 0, "views do not see one another"
+
+
+@pytest.mark.parametrize("arch", HYBRIDS)
+def test_replay_of_many_policies_is_one_pass(arch):
+    """Several policies in one forward of a hybrid give what each gives alone."""
+    m, forwards = model(arch), []
+    row = {"row_id": "r", "prompt_ids": tokens(PROMPT)[0].tolist(), "response_ids": tokens(RESPONSE)[0].tolist(),
+           "response_logprobs": [-1.0] * RESPONSE, "temperature": 1.0, "finish_reason": "length"}  # fmt: skip
+    policies = [policy("full", 0), policy("swa", 7), policy("rift_stat", 12)]
+    hook = m.get_decoder().register_forward_hook(lambda *_: forwards.append(1))
+    together = Replay(4).row(m, row, policies)
+    hook.remove()
+    assert len(forwards) == 1
+    for pol, found in zip(policies, together, strict=True):
+        assert abs(found.flags - Replay(4).row(m, row, [pol])[0].flags).max() <= TOLERANCE
 
 
 def test_views_that_see_different_prompts_are_refused():
