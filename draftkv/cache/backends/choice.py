@@ -1,4 +1,4 @@
-"""Which backend computes attention under a cache policy. Loads no kernel: recipes are read without torch.
+"""Which backend computes attention under a cache policy. Loads no kernel.
 
 A backend is a module of this package with one function
 
@@ -16,10 +16,10 @@ backward on the CPU. `auto` is flash where it can run, else sdpa.
 import importlib.util
 from importlib import metadata
 
+import torch
+
 from draftkv.errors import InputError
 
-BACKENDS = ("sdpa", "flash", "flex")
-CHOICES = ("auto", *BACKENDS)
 # Names under which transformers knows them. None may contain "flash": transformers would take it for its own.
 ATTENTIONS = {"sdpa": "draftkv", "flash": "draftkv_fa2", "flex": "draftkv_flex"}
 FLASH_CAPABILITY = (8, 0)  # flash-attn 2 needs Ampere or newer
@@ -50,8 +50,6 @@ def _missing(backend: str) -> str | None:
         return None
     if backend == "flash" and importlib.util.find_spec("flash_attn") is None:
         return "is not installed (package flash_attn)"
-    import torch
-
     if not torch.cuda.is_available():
         return "needs a CUDA device"
     if backend == "flash" and torch.cuda.get_device_capability() < FLASH_CAPABILITY:
