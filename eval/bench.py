@@ -5,6 +5,7 @@
     python eval/bench.py replay                     replay against live speculative decoding, checked to agree
     python eval/bench.py step                       a draft step with a compressed cache against the full one
     python eval/bench.py rates                      loader against trainer; tokens per second and MFU of one process
+    python eval/bench.py compile                    parts of a step plain and under torch.compile
     python eval/bench.py drafter                    a step of a 4B-shaped drafter at 8K to 32K tokens, with MFU (GPU)
     python eval/bench.py head --json figures.json   also write the rows
 
@@ -23,6 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from draftkv.bench.compiled import compile_options, compile_rows, compile_worker
 from draftkv.bench.head import head_options, head_rows, head_worker
 from draftkv.bench.masks import masks_options, masks_rows, masks_worker
 from draftkv.bench.measure import Bench, Row
@@ -44,11 +46,13 @@ BENCHES = {
     "replay": Bench("replay against live decoding: CPU seconds per row and policy", replay_rows, replay_options),
     "step": Bench("draft step with a compressed cache against the full one: CPU time", step_rows, step_options),
     "rates": Bench("loader and trainer of one process: rates, tokens per second, MFU", rates_rows, rates_options),
+    "compile": Bench("parts of a training step, plain and under torch.compile: CPU seconds", compile_rows,
+                     compile_options),
     "drafter": Bench("training step of a drafter with random weights: tokens per second, MFU", drafter_rows,
                      drafter_options),
 }
 WORKERS = {"head": head_worker, "masks": masks_worker, "replay": replay_worker, "step": step_worker,
-           "rates": rates_worker, "drafter": drafter_worker}
+           "rates": rates_worker, "compile": compile_worker, "drafter": drafter_worker}
 
 
 def _figure(value: float) -> str:

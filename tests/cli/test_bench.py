@@ -18,6 +18,7 @@ TINY = "rehearsal:llama"
     (["step", "--model", TINY, "--prompt", "48", "--budget", "16", "--steps", "3", "--repeats", "1"], "time ratio"),
     (["rates", "--model", TINY, "--prompt", "48", "--response", "16", "--rows", "2", "--repeats", "1"],
      "loader/trainer"),
+    (["compile", "--part", "mlp", "--model", "tiny", "--tokens", "16", "--repeats", "1"], "ratio"),
     (["drafter", "--shape", "Qwen/Qwen3-0.6B", "--layers", "1", "--vocab", "512", "--tokens", "64", "--policy",
       "rift_stat", "--repeats", "1", "--device", "cpu"], "MFU"),
 ])  # fmt: skip
