@@ -1,4 +1,11 @@
-"""What `torch.compile` does to the parts of a training step that could take it, and what it costs to get there."""
+"""What `torch.compile` does to the parts of a training step that could take it, and what it costs to get there.
+
+Nothing in the package is compiled but FlexAttention, for what this measures on one CPU thread (torch 2.13,
+SmolLM2-135M): the MLP takes 0.91x the time and the whole drafter 0.91x, after 55 s for the first row length and 37 s
+for two more (38 graphs, 22 breaks); lengths of rows and selections differ at every step, so training would go on
+compiling. The elementwise half of the loss takes 0.47x, but products are two thirds of a chunk of the vocabulary head,
+so at most a sixth of the head is to be had, for [rows, V] buffers whose number the compiler decides.
+"""
 
 import argparse
 import time

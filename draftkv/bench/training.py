@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import resource
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -87,8 +88,11 @@ def drafter_rows(args: argparse.Namespace) -> list[Row]:
         raise InputError(f"drafter: --shape {args.shape} has no random model; take another")
     names = ("shape", "layers", "vocab", "budget", "attention", "repeats", "device")
     settings = {name: getattr(args, name) for name in names}
-    return [measure("drafter", tokens=tokens, policy=policy, **settings)["row"]
-            for tokens in args.tokens for policy in args.policy]  # fmt: skip
+    result = []
+    for tokens in args.tokens:
+        rows = [measure("drafter", tokens=tokens, policy=policy, **settings)["row"] for policy in args.policy]
+        result += [row | {f"time/{args.policy[0]}": row["s/step"] / rows[0]["s/step"]} for row in rows]
+    return result
 
 
 def drafter_worker(
@@ -113,7 +117,7 @@ def drafter_worker(
     seconds = figures["seconds" if device == "cuda" else "cpu_seconds"]
     return {"row": {
         "shape": f"{shape}, {drafter.config.num_hidden_layers} layers", "tokens": tokens, "cache": policy,
-        "attention": step.backend, "s/step": seconds, "GiB": _held(device) / 2**30,
+        "attention": step.backend, "s/step": seconds, "GiB": _peak_bytes(device) / 2**30,
         **_rate(step, [item], tokens, seconds),
     }}  # fmt: skip
 
@@ -145,12 +149,11 @@ def _rate(step: _Step, items: list[Item], fed: int, seconds: float) -> Row:
             "peak": source}  # fmt: skip
 
 
-def _held(device: str) -> int:
-    import resource
-
-    return torch.cuda.max_memory_allocated() if device == "cuda" else (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
+def _peak_bytes(device: str) -> int:
+    """Weights and optimiser included."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _random_drafter(shape: str, layers: int | None, vocab: int | None, tokens: int, device: str) -> torch.nn.Module:
