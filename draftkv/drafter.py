@@ -6,7 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from draftkv.cache.architecture import check_drafter, check_native_window, check_policies
-from draftkv.cache.attention import ATTENTION
+from draftkv.cache.backends.choice import ATTENTIONS, described
+from draftkv.cli import say
 from draftkv.errors import InputError
 from draftkv.models import (
     check_layers,
@@ -21,12 +22,13 @@ from draftkv.recipe import Drafter, Model, Recipe
 
 
 def load_drafter(
-    name: str | None, revision: str | None, target: Model, layers: list[int] | None = None
+    name: str | None, revision: str | None, target: Model, layers: list[int] | None = None, backend: str = "sdpa"
 ) -> tuple[PreTrainedModel, int]:
     """A drafter in fp32, eval mode, and the number of ids that it shares with the target.
 
     Args:
         name: folder or hub id; None cuts it from the target (`layers`, or all of them).
+        backend: of its attention, see `draftkv.cache.backends.choice`.
 
     Raises:
         InputError: an architecture that no policy was proven on, or tokenizers that disagree on a token.
@@ -36,7 +38,7 @@ def load_drafter(
     own = load_tokenizer(name, revision) if name else target_tokenizer
     vocab = check_same_tokens(target_tokenizer, own)
     model = load_model(name, revision) if name else make_drafter(target.model, target.revision, layers)
-    model.set_attn_implementation(ATTENTION)
+    model.set_attn_implementation(ATTENTIONS[backend])
     return model.eval(), vocab
 
 
@@ -96,6 +98,12 @@ def _trainable(model: PreTrainedModel, patterns: list[str]) -> set[str]:
     return found
 
 
+def drafter_to_evaluate(recipe: Recipe, name: str) -> tuple[PreTrainedModel, int]:
+    """A drafter that was trained before, under the recipe's attention backend; see `load_drafter`."""
+    say(f"attention: {described(recipe.backend())}")
+    return load_drafter(name, None, recipe.target, backend=recipe.backend())
+
+
 def drafter_to_train(recipe: Recipe) -> tuple[PreTrainedModel, int]:
     """The recipe's drafter in training mode, with only `train.trainable` parameters taking gradients.
 
@@ -103,7 +111,8 @@ def drafter_to_train(recipe: Recipe) -> tuple[PreTrainedModel, int]:
         InputError: see `load_drafter`; or `train.trainable` matches nothing.
     """
     spec, train = recipe.drafter, recipe.train
-    model, vocab = load_drafter(spec.model, spec.revision, recipe.target, spec.layers)
+    say(f"attention: {described(recipe.backend())}")
+    model, vocab = load_drafter(spec.model, spec.revision, recipe.target, spec.layers, recipe.backend())
     if train.gradient_checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     if train.trainable is not None:

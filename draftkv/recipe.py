@@ -5,7 +5,6 @@ forbidden. Every mistake becomes one line that names the key's path, what was gi
 misspelt key, the nearest valid one.
 """
 
-import importlib.util
 import random
 import re
 from pathlib import Path
@@ -16,12 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from draftkv.cache.backends.choice import chosen
 from draftkv.cache.policy import PRESETS, Policy
 from draftkv.errors import InputError
 from draftkv.settings import Section, validate
-
-# Attention backends that a recipe may name. Only the first takes a cache policy's masks so far.
-BACKENDS = {"sdpa": "torch", "flex_attention": "torch", "flash_attention_2": "flash_attn"}
 
 
 class Model(Section):
@@ -38,18 +35,9 @@ class Drafter(Section):
     model: str | None = Field(None, description="folder or hub id; null: made from the target")
     revision: str | None = None
     layers: list[int] | None = Field(None, description="layers of the target to keep when model is null; null: all")
-    attention: str = Field("sdpa", description="backend of the cache-policy attention")
-
-    @field_validator("attention")
-    @classmethod
-    def _takes_a_policy(cls, value: str) -> str:
-        if value not in BACKENDS:
-            raise ValueError(f"unknown backend '{value}'; use 'sdpa'")
-        if importlib.util.find_spec(BACKENDS[value]) is None:
-            raise ValueError(f"'{value}' is not installed (package {BACKENDS[value]}); use 'sdpa'")
-        if value != "sdpa":
-            raise ValueError(f"'{value}' is not supported under a cache policy yet; use 'sdpa'")
-        return value
+    attention: Literal["auto", "sdpa", "flash", "flex"] = Field(
+        "auto", description="backend of the cache-policy attention; auto: flash where it can run, else sdpa"
+    )
 
 
 class PromptSource(Section):
@@ -311,6 +299,10 @@ class Recipe(Section):
     def run_dir(self) -> Path:
         return Path(self.output) / self.name
 
+    def backend(self) -> str:
+        """What `drafter.attention` means on this machine. Raises: InputError when it cannot run here."""
+        return chosen(self.drafter.attention, half="bf16" in (self.train.precision, self.eval.precision))
+
     def as_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
@@ -353,7 +345,8 @@ def _override(tree: DictConfig, item: str) -> None:
 
 
 def _honoured(recipe: Recipe, where: str) -> None:
-    """Refuse what the drafter's architecture cannot do, where its configuration is on this machine or is known.
+    """Refuse an attention backend that cannot run on this machine, and what the drafter's architecture cannot do,
+    where its configuration is on this machine or is known.
 
     `draftkv.drafter.preflight` asks again, with the configuration itself, when a run begins.
     """
@@ -362,9 +355,10 @@ def _honoured(recipe: Recipe, where: str) -> None:
 
     name = recipe.drafter.model or recipe.target.model
     family = family_of(name)
-    if family is None:
-        return
     try:
+        recipe.backend()
+        if family is None:
+            return
         check_family(family, name)
         if recipe.export.native_window:
             check_native_window(family, recipe.eval.policies[recipe.eval.select])

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from draftkv.cache.backends.choice import described
 from draftkv.errors import InputError, RunError
 from draftkv.recipe import Recipe
 
@@ -117,7 +118,7 @@ def provenance(recipe: Recipe, **facts: Any) -> dict[str, Any]:
             versions[name] = None
     return {"draftkv": metadata.version("draftkv"), "git": _git(), "python": platform.python_version(),
             "packages": versions, "machine": f"{platform.machine()}, {os.cpu_count()} cores", "argv": sys.argv[1:],
-            "recipe": recipe.name, "seed": recipe.seed, **facts}  # fmt: skip
+            "attention": described(recipe.backend()), "recipe": recipe.name, "seed": recipe.seed, **facts}  # fmt: skip
 
 
 def write_provenance(recipe: Recipe, **facts: Any) -> None:

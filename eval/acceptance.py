@@ -24,7 +24,7 @@ def main(args: argparse.Namespace) -> None:
 
     from draftkv.acceptance.replay import Replay, evaluate
     from draftkv.acceptance.score import append_jsonl
-    from draftkv.drafter import exported, load_drafter, preflight
+    from draftkv.drafter import drafter_to_evaluate, exported, preflight
     from draftkv.teacher.rollouts import held_out_rows, load_rollouts
 
     settings = recipe.eval
@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> None:
     preflight(recipe, name)
     rows = held_out_rows(recipe, load_rollouts(recipe, "eval"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, vocab = load_drafter(name, None, recipe.target)
+    model, vocab = drafter_to_evaluate(recipe, name)
     with cli.progress("replay", len(rows)) as advance:
         records = evaluate(
             model.to(device), rows, settings.policies, Replay.of(recipe, vocab), bootstrap=settings.bootstrap,

@@ -4,6 +4,9 @@
     python eval/bench.py masks                      masked training step against dense causal and [H, T, T] masks
     python eval/bench.py replay                     replay against live speculative decoding, checked to agree
     python eval/bench.py step                       a draft step with a compressed cache against the full one
+    python eval/bench.py rates                      loader against trainer; tokens per second and MFU of one process
+    python eval/bench.py compile                    parts of a step plain and under torch.compile
+    python eval/bench.py drafter                    a step of a 4B-shaped drafter at 8K to 32K tokens, with MFU (GPU)
     python eval/bench.py head --json figures.json   also write the rows
 
 To add a subcommand: a module in `draftkv/bench/` with a function `(args) -> list of row dicts` and one that adds its
@@ -21,19 +24,39 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from draftkv.bench.compiled import compile_options, compile_rows, compile_worker
 from draftkv.bench.head import head_options, head_rows, head_worker
 from draftkv.bench.masks import masks_options, masks_rows, masks_worker
 from draftkv.bench.measure import Bench, Row
 from draftkv.bench.replay import replay_options, replay_rows, replay_worker
 from draftkv.bench.step import step_options, step_rows, step_worker
+from draftkv.bench.training import (
+    drafter_options,
+    drafter_rows,
+    drafter_worker,
+    rates_options,
+    rates_rows,
+    rates_worker,
+)
+from draftkv.errors import InputError
 
 BENCHES = {
     "head": Bench("chunked vocabulary head against full logits: peak memory and time", head_rows, head_options),
     "masks": Bench("masked training step against dense causal and [H, T, T] masks", masks_rows, masks_options),
     "replay": Bench("replay against live decoding: CPU seconds per row and policy", replay_rows, replay_options),
     "step": Bench("draft step with a compressed cache against the full one: CPU time", step_rows, step_options),
+    "rates": Bench("loader and trainer of one process: rates, tokens per second, MFU", rates_rows, rates_options),
+    "compile": Bench("parts of a training step, plain and under torch.compile: CPU seconds", compile_rows,
+                     compile_options),
+    "drafter": Bench("training step of a drafter with random weights: tokens per second, MFU", drafter_rows,
+                     drafter_options),
 }
-WORKERS = {"head": head_worker, "masks": masks_worker, "replay": replay_worker, "step": step_worker}
+WORKERS = {"head": head_worker, "masks": masks_worker, "replay": replay_worker, "step": step_worker,
+           "rates": rates_worker, "compile": compile_worker, "drafter": drafter_worker}
+
+
+def _figure(value: float) -> str:
+    return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
 
 
 def show(title: str, rows: list[Row]) -> None:
@@ -41,7 +64,7 @@ def show(title: str, rows: list[Row]) -> None:
     for name in rows[0]:
         table.add_column(name, justify="right", overflow="fold")
     for row in rows:
-        table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
+        table.add_row(*(_figure(v) if isinstance(v, float) else str(v) for v in row.values()))
     console = Console()
     console.width = max(console.width, 132)  # a log file has no width of its own
     console.print(table)
@@ -58,7 +81,10 @@ def main() -> None:
         bench.options(options)
         options.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
     args = arguments.parse_args()
-    rows = BENCHES[args.bench].rows(args)
+    try:
+        rows = BENCHES[args.bench].rows(args)
+    except InputError as error:
+        arguments.exit(2, f"error: {error}\n")
     show(BENCHES[args.bench].help, rows)
     if args.json:
         figures = {"bench": args.bench, "threads": torch.get_num_threads(), "rows": rows}

@@ -47,13 +47,13 @@ def main(args: argparse.Namespace) -> None:
     import torch
 
     from draftkv.acceptance.replay import Replay
-    from draftkv.drafter import exported, load_drafter, preflight
+    from draftkv.drafter import drafter_to_evaluate, exported, preflight
 
     name = args.drafter or exported(recipe)
     preflight(recipe, name)
     rows = calibration_rows(recipe, args.temperature, args.rows)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, vocab = load_drafter(name, None, recipe.target)
+    model, vocab = drafter_to_evaluate(recipe, name)
     model, how = model.to(device), Replay.of(recipe, vocab)
     with cli.progress(f"calibrate {knob.key}, at most", len(rows) * (REPLAYS + 1)) as advance:
         full = full_counts(model, rows, how, lambda: advance("full"))

@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> None:
     import torch
 
     from draftkv.cache.attention import ATTENTION
-    from draftkv.drafter import exported, load_drafter, preflight
+    from draftkv.drafter import drafter_to_evaluate, exported, preflight
     from draftkv.models import load_model, load_tokenizer
     from draftkv.teacher.engine import stop_ids
     from draftkv.teacher.rollouts import held_out_rows, load_rollouts
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
     rows = [r for r in held_out_rows(recipe, load_rollouts(recipe, "eval")) if r["temperature"] == args.temperature]
     rows = rows[: args.prompts]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    drafter, vocab = load_drafter(name, None, recipe.target)
+    drafter, vocab = drafter_to_evaluate(recipe, name)
     target = load_model(recipe.target.model, recipe.target.revision, "float32")
     target.set_attn_implementation(ATTENTION)
     stops = stop_ids(target, load_tokenizer(recipe.target.model, recipe.target.revision))

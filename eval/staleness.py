@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> None:
     import torch
 
     from draftkv.acceptance.replay import Replay
-    from draftkv.drafter import exported, load_drafter, preflight
+    from draftkv.drafter import drafter_to_evaluate, exported, preflight
     from draftkv.teacher.rollouts import held_out_rows, load_rollouts
 
     name = args.drafter or exported(recipe)
@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> None:
     rows, about = long_enough(rows, axis, args.rows)
     cli.say(about)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, vocab = load_drafter(name, None, recipe.target)
+    model, vocab = drafter_to_evaluate(recipe, name)
     model, how = model.to(device), Replay.of(recipe, vocab, measure=True)
     found = []
     with cli.progress("staleness", len(rows) * len(recipe.eval.policies)) as advance:

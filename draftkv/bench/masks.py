@@ -11,15 +11,19 @@ import torch
 from draftkv.bench.measure import Row, measure, timed
 from draftkv.cache.policy import Policy
 
+PER_HEAD_TOKENS = 8192  # above, an [H, T, T] mask takes gigabytes
+
 
 def masks_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192], help="T; 7/8 prompt, 1/8 response")
+    options.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768],
+                         help="T; 7/8 prompt, 1/8 response (2048 8192 32768)")
     options.add_argument("--policy", nargs="+", default=["rift_stat", "swa"])
     options.add_argument("--budget", type=float, default=0.25, help="share of the prompt (0.25)")
     options.add_argument("--layers", type=int, default=2)
     options.add_argument("--heads", type=int, default=9, help="query heads of 64, three times the KV heads (9)")
-    options.add_argument("--per-head", nargs="+", choices=["sdpa", "eager"], default=["sdpa"],
-                         help="attention under the [H, T, T] mask; eager needs about 1.2 GiB per layer at T = 4096")
+    options.add_argument("--per-head", nargs="*", choices=["sdpa", "eager"], default=["sdpa"],
+                         help=f"attention under the [H, T, T] mask, up to T = {PER_HEAD_TOKENS}; eager needs about "
+                              "1.2 GiB per layer at T = 4096")
     options.add_argument("--rounds", type=int, default=3, help="the versions in turn, so often; medians count (3)")
     options.add_argument("--repeats", type=int, default=1, help="steps per version and round, the best counts (1)")
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -28,9 +32,10 @@ def masks_options(options: argparse.ArgumentParser) -> None:
 def masks_rows(args: argparse.Namespace) -> list[Row]:
     result = []
     shared = {name: getattr(args, name) for name in ("budget", "layers", "heads", "repeats", "device")}
-    versions = ["masked", "dense", *(f"per_head_{backend}" for backend in args.per_head)]
     clock = "seconds" if args.device == "cuda" else "cpu_seconds"
     for tokens in args.tokens:
+        per_head = args.per_head if tokens <= PER_HEAD_TOKENS else []
+        versions = ["masked", "dense", *(f"per_head_{backend}" for backend in per_head)]
         for policy in args.policy:
             rounds = [
                 {v: measure("masks", version=v, tokens=tokens, policy=policy, **shared) for v in versions}

@@ -13,7 +13,7 @@ from draftkv.rehearsal import tiny_model
 
 
 def step_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--prompt", type=int, nargs="+", default=[8192], help="prompt tokens (8192)")
+    options.add_argument("--prompt", type=int, nargs="+", default=[8192, 32768], help="prompt tokens (8192 32768)")
     options.add_argument("--budget", type=int, default=1024)
     options.add_argument("--policy", nargs="+", default=["swa", "rift_stat", "rift_dyn"])
     options.add_argument("--steps", type=int, default=32, help="draft steps timed, one token each (32)")

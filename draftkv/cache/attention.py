@@ -9,20 +9,21 @@ Shapes: H query heads, G KV heads, R rows, F front entries, N tail entries, D he
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from draftkv.cache.backends import flash, flex, sdpa
+from draftkv.cache.backends.choice import ATTENTIONS
 from draftkv.cache.policy import Policy, Split
 from draftkv.cache.scene import Scene
 from draftkv.cache.scorers import Scorer, select
 
-ATTENTION = "draftkv"
-ROW_CHUNK = 1024  # rows whose mask is held at once
-ALIGN = 8  # fused kernels want head_dim in multiples of 8
+KERNELS = {"sdpa": sdpa.attend, "flash": flash.attend, "flex": flex.attend}
+ATTENTION = ATTENTIONS["sdpa"]  # the reference
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,14 @@ class LayerInfo:
         scaling: factor on the logits.
         window: cached entries a row sees in a natively sliding layer (self not counted); None: full attention.
         sink_logits: [H] learned attention sinks (GPT-OSS); None elsewhere.
+        backend: what computes the kernel; see `draftkv.cache.backends.choice`.
     """
 
     index: int
     scaling: float
     window: int | None = None
     sink_logits: Tensor | None = None
+    backend: str = "sdpa"
 
 
 class CacheView(Protocol):
@@ -66,68 +69,8 @@ def attend_rows(
     Returns:
         [H, R, D].
     """
-    rows = query.shape[1]
-    if front is None and first == 0 and (window is None or window >= rows - 1):
-        return _causal(layer, query, tail[0][:, :rows], tail[1][:, :rows])
-    out = []
-    for start in range(0, rows, ROW_CHUNK):
-        stop = min(start + ROW_CHUNK, rows)
-        low = 0 if window is None else max(0, first + start - window)
-        high = first + stop
-        own = torch.arange(first + start, high, device=query.device)[:, None]
-        entry = torch.arange(low, high, device=query.device)[None]
-        mask = entry <= own
-        if window is not None:
-            mask &= own - entry <= window
-        key, value = tail[0][:, low:high], tail[1][:, low:high]
-        if front is not None:
-            key, value = torch.cat([front[0], key], 1), torch.cat([front[1], value], 1)
-            mask = F.pad(mask, (front[0].shape[1], 0), value=True)
-        out.append(_masked(layer, query[:, start:stop], key, value, mask))
-    return out[0] if len(out) == 1 else torch.cat(out, 1)
-
-
-def _masked(layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """SDPA with one [R, S] mask for all heads. Query heads that share a KV head are folded into rows, so that no
-    backend has to repeat keys (and none falls back because of `enable_gqa`)."""
-    dim = query.shape[-1]
-    if layer.sink_logits is not None:
-        query, key, value = _with_sink(layer, query, key, value)
-        mask = F.pad(mask, (1, 0), value=True)
-    heads, rows, _ = query.shape
-    groups = heads // key.shape[0]
-    folded = query.reshape(key.shape[0], groups * rows, -1)
-    mask = mask.repeat(groups, 1) if groups > 1 else mask
-    out = F.scaled_dot_product_attention(folded[None], key[None], value[None], attn_mask=mask, scale=layer.scaling)
-    return out[0].reshape(heads, rows, -1)[..., :dim]
-
-
-def _causal(layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    dim = query.shape[-1]
-    if layer.sink_logits is not None:
-        query, key, value = _with_sink(layer, query, key, value)
-        # A first row for the sink keeps the matrix square, so that plain causal attention shows it to every row.
-        query = F.pad(query, (0, 0, 1, 0))
-    gqa = query.shape[0] != key.shape[0]
-    if gqa and query.is_cuda and query.dtype == torch.float32:
-        # No fused CUDA kernel groups heads in fp32: grouping there would build the [H, T, T] matrix.
-        key, value = (x.repeat_interleave(query.shape[0] // x.shape[0], 0) for x in (key, value))
-        gqa = False
-    out = F.scaled_dot_product_attention(
-        query[None], key[None], value[None], is_causal=True, scale=layer.scaling, enable_gqa=gqa
-    )[0]
-    return (out[:, 1:] if layer.sink_logits is not None else out)[..., :dim]
-
-
-def _with_sink(layer: LayerInfo, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Write a learned sink as one more key: an extra coordinate carries the head's sink logit in the query and 1 in
-    the sink's key (0 in all others), and the sink's value is zero. Exact, differentiable, works with any backend."""
-    logit = (layer.sink_logits / layer.scaling).to(query.dtype)[:, None, None].expand(-1, query.shape[1], 1)
-    query = F.pad(torch.cat([query, logit], -1), (0, ALIGN - 1))
-    key = F.pad(key, (0, ALIGN, 1, 0))
-    marker = torch.zeros_like(key[0])
-    marker[0, -ALIGN] = 1
-    return query, key + marker, F.pad(value, (0, ALIGN, 1, 0))
+    kernel = KERNELS[layer.backend]
+    return kernel(query, front, tail, first, window, layer.scaling, layer.sink_logits)
 
 
 def front_positions(
@@ -172,9 +115,9 @@ def attend_prompt(policy: Policy, layer: LayerInfo, query: Tensor, key: Tensor, 
 
 
 def _policy_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
-    dropout: float = 0.0, cache_view: CacheView | None = None, sliding_window: int | None = None,
-    s_aux: Tensor | None = None, **_: Any,
+    backend: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float, dropout: float = 0.0, cache_view: CacheView | None = None,
+    sliding_window: int | None = None, s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls for attention layers of a model loaded with attention `draftkv`."""
     if cache_view is None:
@@ -184,11 +127,12 @@ def _policy_attention(
     if dropout:
         raise ValueError("attention dropout is not supported under a cache policy; set attention_dropout to 0")
     window = None if sliding_window is None else sliding_window - 1  # transformers counts the row itself
-    layer = LayerInfo(module.layer_idx, scaling, window, s_aux)
+    layer = LayerInfo(module.layer_idx, scaling, window, s_aux, backend)
     # Some models hand out fp32 queries beside bf16 values under autocast; SDPA wants one dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
     return cache_view.attend(layer, query, key, value).transpose(1, 2), None
 
 
 # Registered for attention only: transformers then builds no mask at all, and the view decides what is seen.
-AttentionInterface.register(ATTENTION, _policy_attention)
+for _backend, _name in ATTENTIONS.items():
+    AttentionInterface.register(_name, partial(_policy_attention, _backend))

@@ -84,7 +84,7 @@ VALUES = [
     (["views.1={policy: rift_stat, budget: 8, rho: 1.5}"], "views.1.rho: Input should be less than or equal to 1"),
     (["eval.policies.1={policy: streaming, budget: 4}"], "eval.policies.1: budget 4 is smaller than sinks + 1 = 5"),
     (["eval.draft_length=0"], "eval.draft_length: Input should be greater than or equal to 1"),
-    (["drafter.attention=flash_attention_2"], "'flash_attention_2' is not "),
+    (["drafter.attention=flash"], "drafter.attention: 'flash' "),
     (["drafter.model=Qwen/Qwen3-0.6B", "export.native_window=true"], "native window: engines ignore"),
 ]
 

@@ -62,9 +62,8 @@ BAD = [
     (["views.0.weight=0"], "views.0.*weight: .*greater than 0"),
     (["name=a/b"], "name: .*pattern"),
     # an attention backend that there is not
-    (["drafter.attention=flash_attention_9"], "drafter.attention: unknown backend 'flash_attention_9'; use 'sdpa'"),
-    (["drafter.attention=flash_attention_2"], "drafter.attention: 'flash_attention_2' is not "),
-    (["drafter.attention=flex_attention"], "'flex_attention' is not supported under a cache policy yet; use 'sdpa'"),
+    (["drafter.attention=flash_attention_2"],
+     "drafter.attention: Input should be 'auto', 'sdpa', 'flash' or 'flex' (given: 'flash_attention_2')"),
     # what an architecture cannot honour, as far as its configuration is known
     (["drafter.model=Qwen/Qwen3-0.6B", "export.native_window=true", "eval.select=1"],
      "native window: engines ignore the drafter's on 'qwen3'"),
@@ -136,10 +135,34 @@ def copy_of_quick(folder: Path) -> Path:
     return folder / "r.yaml"
 
 
-def test_a_backend_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match="'flash_attention_2' is not installed .package flash_attn.; use 'sdpa'"):
-        load_recipe(QUICK, ["drafter.attention=flash_attention_2"])
+@pytest.mark.parametrize(("installed", "capability", "overrides", "means"), [
+    # installed packages, the GPU's compute capability, overrides, the backend or why there is none
+    ([], None, [], "sdpa"),
+    ([], (9, 0), ["train.precision=bf16"], "sdpa"),
+    (["flash_attn"], None, ["train.precision=bf16"], "sdpa"),
+    (["flash_attn"], (7, 5), ["train.precision=bf16"], "sdpa"),
+    (["flash_attn"], (9, 0), ["train.precision=bf16"], "flash"),
+    (["flash_attn"], (9, 0), ["train.precision='no'", "eval.precision=bf16"], "flash"),
+    (["flash_attn"], (9, 0), ["train.precision='no'", "eval.precision='no'"], "sdpa"),
+    (["flash_attn"], (9, 0), ["train.precision=bf16", "drafter.attention=sdpa"], "sdpa"),
+    (["flash_attn"], (9, 0), ["train.precision=bf16", "drafter.attention=flex"], "flex"),
+    ([], (9, 0), ["drafter.attention=flash"], "'flash' is not installed (package flash_attn); 'auto' takes what"),
+    (["flash_attn"], None, ["drafter.attention=flash"], "'flash' needs a CUDA device; 'auto' takes what"),
+    (["flash_attn"], (7, 5), ["drafter.attention=flash"], "'flash' needs a CUDA device of compute capability 8.0"),
+    (["flash_attn"], (9, 0), ["drafter.attention=flash", "train.precision='no'", "eval.precision='no'"],
+     "'flash' needs half precision; set train.precision or eval.precision to bf16"),
+    ([], None, ["drafter.attention=flex"], "'flex' needs a CUDA device; 'auto' takes what"),
+])
+def test_the_attention_backend_is_what_is_installed(installed, capability, overrides, means, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: capability is not None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    if means in ("sdpa", "flash", "flex"):
+        assert load_recipe(QUICK, overrides).backend() == means
+        return
+    with pytest.raises(InputError, match="example.yaml: drafter.attention: " + re.escape(means)) as caught:
+        load_recipe(QUICK, overrides)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_override_takes_the_place_of_what_was_there():

@@ -34,6 +34,8 @@ def run(folder: Path, trackers: list[str], capsys) -> str:
     assert [m["step"] for m in metrics] == [1, 2, 3] and all(m.keys() >= KEYS for m in metrics)
     records = [json.loads(line) for line in (folder / "runs/run/acceptance.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == [0, 0, 3, 3]
+    assert seen.out.count("attention: sdpa (") == 1
+    assert json.loads((folder / "runs/run/provenance.json").read_text())["attention"].startswith("sdpa (")
     assert (folder / "runs/run/export/config.json").is_file() and (folder / "runs/run/done.json").is_file()
     return seen.out
 
