@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from draftkv.cache.parallel import passes
 from draftkv.cache.policy import Policy
 from draftkv.distill.schedule import Item
 
@@ -48,18 +49,14 @@ class Flops:
         attention = kinds.count("full_attention") * config.num_attention_heads * width
         return cls(body, model.get_output_embeddings().weight.numel(), attention)
 
-    def training(self, items: Iterable[Item], shared: bool = True) -> float:
-        """Model FLOPs of forward and backward.
-
-        Args:
-            shared: whether the views of a row share one pass over its prompt.
-        """
+    def training(self, items: Iterable[Item]) -> float:
+        """Model FLOPs of forward and backward."""
         total = 0.0
         for item in items:
             prompt, rows = len(item.row["prompt_ids"]), len(item.row["response_ids"]) - 1
-            passes = 1 if shared else len(item.views)
-            fed = passes * prompt + item.supervised
-            seen = passes * prompt * (prompt + 1) // 2 + sum(visible(view, prompt, rows) for view in item.views)
+            count = len(passes(item.views, prompt))
+            fed = count * prompt + item.supervised
+            seen = count * prompt * (prompt + 1) // 2 + sum(visible(view, prompt, rows) for view in item.views)
             total += 6 * (self.body * fed + self.head * item.supervised) + 12 * self.attention * seen
         return total
 
@@ -74,14 +71,18 @@ def visible(policy: Policy, prompt_len: int, rows: int) -> int:
     return sum(min(budget, prompt_len + i) + 1 for i in range(rows))
 
 
+def published_peak(device: torch.device) -> float | None:
+    """FLOPs per second of a GPU in PEAKS (dense bf16); None for other devices."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
 def peak_flops(device: torch.device, size: int = 1024) -> tuple[float, str]:
-    """FLOPs per second that the device can reach, and where the number is from: published (bf16) for the GPUs in
-    PEAKS, else measured by the best of ten products of square matrices (fp32 on a CPU, on this process's threads)."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for part, peak in PEAKS.items():
-            if part in name:
-                return peak, "published"
+    """FLOPs per second that the device can reach, and where the number is from: published, else measured by the best
+    of ten products of square matrices (fp32 on a CPU, on this process's threads)."""
+    peak = published_peak(device)
+    if peak is not None:
+        return peak, "published"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     clock = time.perf_counter if device.type == "cuda" else time.process_time

@@ -17,7 +17,7 @@ from draftkv.cache.policy import Policy
 from draftkv.distill.schedule import Item, Schedule
 from draftkv.distill.student import Student, build_batch, supervised_rows
 from draftkv.errors import InputError
-from draftkv.flops import Flops, peak_flops
+from draftkv.flops import peak_flops
 from draftkv.models import load_model
 from draftkv.recipe import LossTerm, Recipe
 from draftkv.rehearsal import ARCHITECTURES, tiny_model
@@ -106,10 +106,10 @@ def drafter_worker(
     prompt = tokens * 7 // 8
     view = Policy.model_validate({"policy": policy, **({} if policy == "full" else {"budget": budget})})
     item = Item(_row("r", prompt, tokens - prompt + 1, vocab, 0), (view,), (1.0,))
-    drafter.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    drafter.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     step = _Step(drafter, device, attention, half=device == "cuda")
     signal = _random_signal(tokens - prompt, vocab, torch.Generator().manual_seed(1), device)
-    batch, owners = build_batch([item], True)
+    batch, owners = build_batch([item])
     index, lengths = supervised_rows(batch)
     work = [([item], (batch.to(torch.device(device)), index.to(device), signal, lengths, [w for *_, w in owners]))]
     step(work)
@@ -131,7 +131,7 @@ class _Step:
         vocab = drafter.config.get_text_config().vocab_size
         self.student = Student(drafter.to(device).train(), [LossTerm(name="forward_kl")], vocab, 1024)
         self.optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-5)
-        self.flops, self.device, self.half = Flops.of(drafter), device, half
+        self.device, self.half = device, half
 
     def __call__(self, passes: list[tuple[list[Item], tuple]]) -> None:
         for items, (batch, index, signal, lengths, weights) in passes:
@@ -144,7 +144,7 @@ class _Step:
 
 def _rate(step: _Step, items: list[Item], fed: int, seconds: float) -> Row:
     peak, source = peak_flops(torch.device(step.device))
-    reached = step.flops.training(items, step.student.shared) / seconds
+    reached = step.student.flops.training(items) / seconds
     return {"tokens/s": fed / seconds, "GFLOP/s": reached / 1e9, "peak GFLOP/s": peak / 1e9, "MFU": reached / peak,
             "peak": source}  # fmt: skip
 
@@ -194,7 +194,7 @@ def _store(folder: Path, rows: list[dict[str, Any]], vocab: int, device: str) ->
             "ids": torch.cat([p.ids for p in parts]).int(), "logprobs": torch.cat([p.logprobs for p in parts]).half(),
             "tail_logprob": torch.cat([p.tail_logprob for p in parts]),
             "starts": torch.tensor([0, *(len(p) for p in parts)]).cumsum(0),
-        }, 0.0)  # fmt: skip
+        }, 0.0, {"kind": "none"})  # fmt: skip
     (folder / "manifest.json").write_text(json.dumps({"complete": True, "shards": len(rows) // SHARD_ROWS + 1}))
     return StoredTeacher(plan, 1.0, torch.device(device))
 
@@ -202,7 +202,7 @@ def _store(folder: Path, rows: list[dict[str, Any]], vocab: int, device: str) ->
 def _laid_out(
     items: list[Item], teacher: StoredTeacher, device: str
 ) -> tuple[Batch, torch.Tensor, TopK, list[int], list[float]]:
-    batch, owners = build_batch(items, True)
+    batch, owners = build_batch(items)
     index, lengths = supervised_rows(batch)
     signal = teacher.signal(items, owners)
     return batch.to(torch.device(device)), index.to(device), signal, lengths, [weight for *_, weight in owners]

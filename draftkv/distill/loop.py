@@ -21,6 +21,7 @@ from draftkv.distill.processes import Updater
 from draftkv.distill.schedule import Item, Schedule, learning_rate
 from draftkv.distill.student import Student, Teacher, build_batch, supervised_rows
 from draftkv.errors import RunError
+from draftkv.flops import published_peak
 from draftkv.recipe import Recipe
 
 
@@ -67,7 +68,7 @@ class Trainer:
         self.updater = Updater(accelerator, student, optimizer)
         self.teacher, self.schedule, self.evaluate, self.log = teacher, schedule, evaluate, log
         self.anchor, self.progress = anchor, Progress()
-        self.stop = StopSignal()
+        self.stop, self.flops = StopSignal(), accelerator.unwrap_model(student).flops
 
     def resume(self) -> bool:
         """Continue from the newest complete checkpoint, if there is one."""
@@ -127,9 +128,16 @@ class Trainer:
         means = {k: v / max(1, sums["rows"]) for k, v in sums.items() if k not in ("rows", "loss")}
         record = {"step": progress.step, "loss": sums["loss"], "lr": lr, "grad_norm": norm, **means,
                   "supervised_tokens": progress.supervised_tokens, "skipped": progress.bad_steps,
-                  "tokens_per_s": sum(i.fed for i in items) / wall, "step_s": wall}  # fmt: skip
+                  "tokens_per_s": sum(i.fed for i in items) / wall, **self._reached(items, wall),
+                  "step_s": wall}  # fmt: skip
         self.log({k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in record.items()})
         return f"loss {sums['loss']:.4f}  alpha {means.get('alpha', 0):.3f}  lr {lr:.1e}"
+
+    def _reached(self, items: list[Item], wall: float) -> dict[str, float]:
+        """Model TFLOP/s of one process, and where the device's peak is published its share (MFU)."""
+        rate = self.flops.training(items) / wall / self.accelerator.num_processes
+        peak = published_peak(self.accelerator.device)
+        return {"tflops": rate / 1e12, **({"mfu": rate / peak} if peak else {})}
 
     def _share(self, step: int) -> list[Item]:
         """This process's rows of a step."""

@@ -10,6 +10,7 @@ from draftkv.cache.parallel import Batch, lay_out, passes
 from draftkv.cache.policy import Policy
 from draftkv.distill.head import HeadLoss, distill_loss
 from draftkv.distill.schedule import Item
+from draftkv.flops import Flops
 from draftkv.models import decoder_layers
 from draftkv.recipe import LossTerm
 from draftkv.teacher.signals import Hidden
@@ -47,6 +48,7 @@ class Student(nn.Module):
     def __init__(self, model: nn.Module, terms: Sequence[LossTerm], vocab: int, chunk: int, autocast: bool = False):
         super().__init__()
         self.model, self.terms, self.vocab, self.chunk, self.autocast = model, list(terms), vocab, chunk, autocast
+        self.flops = Flops.of(model)  # counted before a backend divides the weights
         # The layers that a sharding backend gathers one at a time.
         kinds = {type(layer).__name__ for layer in decoder_layers(model)}
         self._no_split_modules = sorted(kinds)

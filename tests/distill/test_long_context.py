@@ -28,7 +28,7 @@ def step(length, response):
     row = {"row_id": "r", "prompt_ids": ids[:-response], "response_ids": ids[-response:]}
     short = {"budget": 8192}
     policies = Policy(policy="full"), Policy(policy="rift_stat", **short), Policy(policy="swa", **short)
-    batch, owners = build_batch([Item(row, policies, (1.0,) * 3)], student.shared)
+    batch, owners = build_batch([Item(row, policies, (1.0,) * 3)])
     rows, lengths = supervised_rows(batch)
     hidden = torch.randn(len(rows), 32, generator=torch.Generator().manual_seed(1))
     signal = Hidden(hidden, torch.randn(8192, 32, generator=torch.Generator().manual_seed(2)))
