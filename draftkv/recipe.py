@@ -183,6 +183,7 @@ class Train(Section):
     steps: int = Field(100, ge=1)
     rows: int = Field(8, ge=1, description="rows (prompt + response) per optimiser step, over all processes")
     micro_rows: int = Field(1, ge=1, description="rows per forward pass on one process")
+    bucket_steps: int = Field(16, ge=1, description="micro_rows > 1: rows of so many steps are grouped by length")
     views_per_row: int = Field(1, ge=1, description="views per row, drawn without replacement; they share its prompt")
     lr: float = Field(1e-5, gt=0)
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate / peak")

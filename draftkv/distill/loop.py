@@ -125,9 +125,10 @@ class Trainer:
         progress.step += 1
         self._count(items, supervised, updated)
         wall = time.perf_counter() - start
+        padding = self.schedule.padding(items, self.accelerator.num_processes)
         means = {k: v / max(1, sums["rows"]) for k, v in sums.items() if k not in ("rows", "loss")}
         record = {"step": progress.step, "loss": sums["loss"], "lr": lr, "grad_norm": norm, **means,
-                  "supervised_tokens": progress.supervised_tokens, "skipped": progress.bad_steps,
+                  "supervised_tokens": progress.supervised_tokens, "skipped": progress.bad_steps, "padding": padding,
                   "tokens_per_s": sum(i.fed for i in items) / wall, **self._reached(items, wall),
                   "step_s": wall}  # fmt: skip
         self.log({k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in record.items()})

@@ -65,10 +65,16 @@ def draw_views(
 
 
 class Schedule:
-    """Rows and views of every step: epochs are seeded permutations, laid end to end."""
+    """Rows and views of every step: epochs are seeded permutations, laid end to end.
+
+    Rows that share a forward pass are padded to the longest, so with more than one row a pass (`train.micro_rows`) rows
+    of similar length are put side by side: within windows of `train.bucket_steps` steps, whose groups are shuffled
+    again. The order depends on the recipe and the rows alone, not on the number of processes.
+    """
 
     def __init__(self, rows: Sequence[dict[str, Any]], recipe: Recipe):
         self.rows, self.recipe = rows, recipe
+        self._orders: dict[int, list[int]] = {}
 
     def items(self, step: int) -> list[Item]:
         """All rows of a step, the longest first (so that rows of a forward pass have similar lengths)."""
@@ -85,13 +91,40 @@ class Schedule:
         return draw_views(self.recipe.views, self.recipe.train.views_per_row, self.recipe.seed, step, row)
 
     def _epoch(self, epoch: int) -> list[int]:
-        order = list(range(len(self.rows)))
-        random.Random(f"rows/{self.recipe.seed}/{epoch}").shuffle(order)
-        return order
+        """Row indices in the order of an epoch; the last two epochs asked for are kept."""
+        if epoch not in self._orders:
+            rng, order = random.Random(f"rows/{self.recipe.seed}/{epoch}"), list(range(len(self.rows)))
+            rng.shuffle(order)
+            kept = {e: o for e, o in self._orders.items() if abs(e - epoch) == 1}
+            self._orders = {**kept, epoch: self._bucketed(order, rng)}
+        return self._orders[epoch]
+
+    def _bucketed(self, order: list[int], rng: random.Random) -> list[int]:
+        train, result = self.recipe.train, []
+        size, width = train.micro_rows, train.rows * train.bucket_steps
+        if 1 in (size, train.bucket_steps):  # a step is sorted anyway
+            return order
+        for start in range(0, len(order), width):
+            window = sorted(order[start : start + width], key=self._length)
+            groups = [window[i : i + size] for i in range(0, len(window), size)]
+            rest = groups.pop() if len(groups[-1]) < size else []  # last, or it would shift all that follow
+            rng.shuffle(groups)
+            result += [index for group in (*groups, rest) for index in group]
+        return result
+
+    def _length(self, index: int) -> int:
+        row = self.rows[index]
+        return len(row["prompt_ids"]) + self.recipe.train.views_per_row * (len(row["response_ids"]) - 1)
 
     def micro_batches(self, items: Sequence[Item], rank: int, processes: int) -> list[list[Item]]:
-        """This process's share of a step, in forward passes of `micro_rows`. Every process gets the same number of
-        passes (the last may be empty there), so that collectives match."""
-        size, share = self.recipe.train.micro_rows, items[rank::processes]
-        passes = math.ceil(math.ceil(len(items) / processes) / size)
-        return [list(share[i * size : (i + 1) * size]) for i in range(passes)]
+        """This process's share of a step, in forward passes of at most `micro_rows`. Every process gets the same number
+        of passes (some may be empty), so that collectives match, and in each one rows as long as the others': the
+        sorted items are cut into passes, which are dealt in turn."""
+        passes = math.ceil(math.ceil(len(items) / processes) / self.recipe.train.micro_rows)
+        bounds = [len(items) * i // (passes * processes) for i in range(passes * processes + 1)]
+        return [list(items[bounds[i] : bounds[i + 1]]) for i in range(rank, passes * processes, processes)]
+
+    def padding(self, items: Sequence[Item], processes: int) -> float:
+        """Share of padding in what all processes feed in a step."""
+        micros = [m for rank in range(processes) for m in self.micro_batches(items, rank, processes) if m]
+        return 1 - sum(item.fed for item in items) / sum(len(m) * max(item.fed for item in m) for m in micros)
