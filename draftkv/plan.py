@@ -4,6 +4,8 @@ Needs no weights and no network. Facts come from `draftkv.shapes`; where a fact 
 Every memory figure is an estimate of the largest parts, for prompts and responses of the greatest allowed length.
 """
 
+import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +18,9 @@ LARGEST_DEVICE = 141e9  # bytes of an H200; a larger teacher has to be spread or
 UNKNOWN = "not known"
 
 
-def print_plan(recipe: Recipe, processes: int = 1) -> None:
-    """Print `plan`, from the main process."""
-    say(plan(recipe, processes))
+def print_plan(recipe: Recipe) -> None:
+    """Print `plan` for the processes of this launch, from the main one."""
+    say(plan(recipe, int(os.environ.get("WORLD_SIZE", "1"))))
 
 
 def plan(recipe: Recipe, processes: int = 1) -> str:
@@ -150,9 +152,14 @@ def _memory(recipe: Recipe, processes: int, target: Shape | None, drafter: Shape
     parts: dict[str, float | None] = {}
     params = drafter.params if drafter else None
     trained = "" if recipe.train.trainable is None else ", as if all were trained"
-    parts[f"drafter in fp32: weights + gradients + Adam, 16 bytes a parameter{trained}"] = params and 16 * params
-    teacher = target.params if target else None
-    parts[f"target, {recipe.target.dtype}"] = teacher and WIDTH[recipe.target.dtype] * teacher
+    stage, divided = sharding(), ("", "Adam", "gradients, Adam", "weights, gradients, Adam")
+    each = sum(size / (processes if stage >= least else 1) for size, least in ((4, 3), (4, 2), (8, 1)))
+    shared = f"; {divided[stage]} in {processes} parts" if stage and processes > 1 else ""
+    parts[f"drafter in fp32: weights + gradients + Adam, {each:.3g} bytes a parameter{trained}{shared}"] = (
+        params and each * params)
+    if recipe.signal.source == "model":
+        teacher = target.params if target else None
+        parts[f"target, {recipe.target.dtype}"] = teacher and WIDTH[recipe.target.dtype] * teacher
     kind = "with" if recipe.train.gradient_checkpointing else "without"
     parts[f"activations of one pass, {kind} checkpointing"] = _activations(recipe, drafter)
     parts[f"vocabulary head, {recipe.train.head_chunk:,} rows at once, fp32"] = _head(recipe, drafter or target)
@@ -160,9 +167,20 @@ def _memory(recipe: Recipe, processes: int, target: Shape | None, drafter: Shape
     known = [v for v in parts.values() if v is not None]
     least = "" if len(known) == len(parts) else " at least, some parts are not known"
     lines.append(f"{size(sum(known)):>10}  together{least}")
-    if processes > 1:
+    if processes > 1 and not stage:
         lines.append("every process holds all of it (plain data parallelism)")
     return lines
+
+
+def sharding() -> int:
+    """What this launch divides among processes, as ZeRO counts: 0 nothing, 1 Adam, 2 and gradients, 3 and weights."""
+    on = {name: os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true" for name in ("FSDP", "DEEPSPEED")}
+    if on["DEEPSPEED"]:
+        file = Path(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", ""))
+        given = json.loads(file.read_text()) if file.is_file() else {}
+        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)
+        return int(given.get("zero_optimization", {}).get("stage", 0) if given else stage)
+    return 3 if on["FSDP"] else 0
 
 
 def _activations(recipe: Recipe, shape: Shape | None) -> float | None:
@@ -213,8 +231,12 @@ def _disk(recipe: Recipe, drafter: Shape | None) -> list[str]:
     params = drafter.params if drafter else None
     kept = recipe.train.keep_checkpoints + 1  # and the best one
     total = f", {size(rows * row)} for {rows:,} training rows" if rows else ""
+    signals = []
+    if recipe.signal.source == "stored":
+        entry = 6 * (recipe.signal.samples or recipe.signal.k) + 4
+        signals = [f"signals: at most {size(entry * recipe.rollouts.max_new_tokens)} a training row"]
     return [
-        f"rollouts: at most {size(row)} a row{total}",
+        f"rollouts: at most {size(row)} a row{total}", *signals,
         f"checkpoints: {size(params and 12.0 * params * kept)} (weights and Adam in fp32, {kept} of them)",
         f"export: {size(params and WIDTH[recipe.export.dtype] * params)}",
     ]
@@ -227,9 +249,9 @@ def _notes(recipe: Recipe, target: Shape | None, drafter: Shape | None) -> list[
         if shape and shape.max_positions and shape.max_positions < longest:
             notes.append(f"prompt + response = {longest:,} is longer than the {role}'s limit of"
                          f" {shape.max_positions:,}: the run would be refused")
-    if target and target.params and WIDTH[recipe.target.dtype] * target.params > LARGEST_DEVICE:
-        weights = size(WIDTH[recipe.target.dtype] * target.params)
-        notes.append(f"the target's weights ({weights}) fit no device of 141 GB:"
+    weights = WIDTH[recipe.target.dtype] * target.params if target and target.params else 0
+    if recipe.signal.source == "model" and weights > LARGEST_DEVICE:
+        notes.append(f"the target's weights ({size(weights)}) fit no device of 141 GB:"
                      " they must be spread over several, and a copy in every process will not do; serve it"
                      " (engine.kind=server) and train with signal.source=stored")
     for role, shape, name in (("target", target, recipe.target.model), ("drafter", drafter, recipe.drafter.model)):

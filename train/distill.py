@@ -2,8 +2,8 @@
 
     accelerate launch train/distill.py RECIPE [key.sub=value ...] [--plan] [--rehearse]
 
-rollouts (written if missing) -> drafter -> training with evaluation -> export -> report. Everything lands in
-runs/NAME/. A run that was killed continues where its newest checkpoint is; a finished one is left alone.
+rollouts and signals (written if missing) -> drafter -> training with evaluation -> export -> report. Everything lands
+in runs/NAME/. A run that was killed continues where its newest checkpoint is; a finished one is left alone.
 """
 
 import argparse
@@ -115,14 +115,17 @@ def distill(recipe: Recipe, plans: dict) -> bool:
 
 
 def teacher_of(recipe: Recipe, rollouts, vocab: int, accelerator):
-    """The target in process, or what data/signals.py stored of it: then the target is not loaded at all."""
+    """The target in process, or its stored signals, written if missing: training then does not load it."""
     from draftkv.distill.processes import backend_name, shard_layers
     from draftkv.distill.student import Teacher
     from draftkv.models import load_model
-    from draftkv.teacher.signal_store import SignalPlan, StoredTeacher
+    from draftkv.teacher.signal_store import SignalPlan, StoredTeacher, write_signals
 
     if recipe.signal.source == "stored":
-        return StoredTeacher(SignalPlan.of(recipe, rollouts, vocab), recipe.signal.temperature, accelerator.device)
+        plan = SignalPlan.of(recipe, rollouts, vocab)
+        with accelerator.main_process_first():
+            write_signals(recipe, plan)
+        return StoredTeacher(plan, recipe.signal.temperature, accelerator.device)
     target = load_model(recipe.target.model, recipe.target.revision, recipe.target.dtype)
     if backend_name(accelerator) != "fsdp2":
         return Teacher(target.to(accelerator.device))

@@ -57,11 +57,31 @@ def test_the_engine_is_named(capsys):
 
 
 def test_the_papers_setting_has_the_known_figures():
-    text = plan(load_recipe(ROOT / "recipes/qwen35_4b.yaml"), processes=8)
+    path = ROOT / "recipes/qwen35_4b.yaml"
+    text = plan(load_recipe(path), processes=8)
     for figure in ("32 KiB a token", "full: 1 GiB (32,768 entries)", "swa B=8192: 256 MiB (8,192 entries, 4x less)",
                    "32 layers, 8 of them full attention", "32 rows x (32,768 prompt + 1 views x 4,096)",
-                   "in 4 forward passes per process", "fit no device", "227 GiB"):
+                   "in 4 forward passes per process", "signals: at most 1.52 MiB a training row"):
         assert figure in text, figure
+    assert "227 GiB" not in text, "training from stored signals loads no target"
+    in_process = plan(load_recipe(path, ["signal.source=model"]), processes=8)
+    assert "fit no device" in in_process and "227 GiB" in in_process
+
+
+@pytest.mark.parametrize(
+    "launch, each, divided",
+    [({}, "16 bytes a parameter", ""), ({"ACCELERATE_USE_FSDP": "true"}, "2 bytes", "weights, gradients, Adam in 8"),
+     ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero1.json"}, "9 bytes", "Adam in 8"),
+     ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero2.json"}, "5.5 bytes",
+      "gradients, Adam in 8"),
+     ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "2 bytes", "in 8 parts")],
+)  # fmt: skip
+def test_memory_is_that_of_the_launch(monkeypatch, launch, each, divided):
+    monkeypatch.chdir(ROOT / "launch" / "deepspeed")
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    text = plan(load_recipe(ROOT / "recipes/qwen35_4b.yaml"), processes=8)
+    assert each in text and divided in text and ("plain data parallelism" in text) == (not launch)
 
 
 def test_a_plan_needs_no_network_and_is_quick_to_read(tmp_path):
