@@ -4,6 +4,7 @@
     python eval/bench.py masks                      masked training step against dense causal and [H, T, T] masks
     python eval/bench.py replay                     replay against live speculative decoding, checked to agree
     python eval/bench.py step                       a draft step with a compressed cache against the full one
+    python eval/bench.py views                      views that share a prompt's pass against a pass for each
     python eval/bench.py head --json figures.json   also write the rows
 
 To add a subcommand: a module in `draftkv/bench/` with a function `(args) -> list of row dicts` and one that adds its
@@ -26,14 +27,18 @@ from draftkv.bench.masks import masks_options, masks_rows, masks_worker
 from draftkv.bench.measure import Bench, Row
 from draftkv.bench.replay import replay_options, replay_rows, replay_worker
 from draftkv.bench.step import step_options, step_rows, step_worker
+from draftkv.bench.views import views_options, views_rows, views_worker
 
 BENCHES = {
     "head": Bench("chunked vocabulary head against full logits: peak memory and time", head_rows, head_options),
     "masks": Bench("masked training step against dense causal and [H, T, T] masks", masks_rows, masks_options),
     "replay": Bench("replay against live decoding: CPU seconds per row and policy", replay_rows, replay_options),
     "step": Bench("draft step with a compressed cache against the full one: CPU time", step_rows, step_options),
+    "views": Bench("views that share a prompt's pass against a pass each, with backward", views_rows, views_options),
 }
-WORKERS = {"head": head_worker, "masks": masks_worker, "replay": replay_worker, "step": step_worker}
+WORKERS = {
+    "head": head_worker, "masks": masks_worker, "replay": replay_worker, "step": step_worker, "views": views_worker,
+}  # fmt: skip
 
 
 def show(title: str, rows: list[Row]) -> None:

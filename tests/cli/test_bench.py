@@ -16,6 +16,8 @@ TINY = "rehearsal:llama"
     (["masks", "--tokens", "64", "--layers", "1", "--heads", "3", "--rounds", "1", "--policy", "rift_stat",
       "--per-head", "sdpa", "eager"], "version"),
     (["step", "--model", TINY, "--prompt", "48", "--budget", "16", "--steps", "3", "--repeats", "1"], "time ratio"),
+    (["views", "--shape", "qwen3_5", "nemotron_h", "--views", "2", "--prompt", "40", "--response", "9",
+      "--width", "128", "--repeats", "1", "--checkpointing"], "time ratio"),
 ])  # fmt: skip
 def test_every_comparison_runs(tmp_path, words, expected):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
