@@ -7,6 +7,7 @@
     python eval/bench.py rates                      loader against trainer; tokens per second and MFU of one process
     python eval/bench.py compile                    parts of a step plain and under torch.compile
     python eval/bench.py drafter                    a step of a 4B-shaped drafter at 8K to 32K tokens, with MFU (GPU)
+    python eval/bench.py views                      views that share a prompt's pass against a pass for each
     python eval/bench.py head --json figures.json   also write the rows
 
 To add a subcommand: a module in `draftkv/bench/` with a function `(args) -> list of row dicts` and one that adds its
@@ -38,6 +39,7 @@ from draftkv.bench.training import (
     rates_rows,
     rates_worker,
 )
+from draftkv.bench.views import views_options, views_rows, views_worker
 from draftkv.errors import InputError
 
 BENCHES = {
@@ -45,6 +47,7 @@ BENCHES = {
     "masks": Bench("masked training step against dense causal and [H, T, T] masks", masks_rows, masks_options),
     "replay": Bench("replay against live decoding: CPU seconds per row and policy", replay_rows, replay_options),
     "step": Bench("draft step with a compressed cache against the full one: CPU time", step_rows, step_options),
+    "views": Bench("views that share a prompt's pass against a pass each, with backward", views_rows, views_options),
     "rates": Bench("loader and trainer of one process: rates, tokens per second, MFU", rates_rows, rates_options),
     "compile": Bench("parts of a training step, plain and under torch.compile: CPU seconds", compile_rows,
                      compile_options),
@@ -52,7 +55,7 @@ BENCHES = {
                      drafter_options),
 }
 WORKERS = {"head": head_worker, "masks": masks_worker, "replay": replay_worker, "step": step_worker,
-           "rates": rates_worker, "compile": compile_worker, "drafter": drafter_worker}
+           "views": views_worker, "rates": rates_worker, "compile": compile_worker, "drafter": drafter_worker}
 
 
 def _figure(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Recurrent layers (Gated DeltaNet, Mamba2) under a view of several segments: they branch from the prompt's end state.
+"""Recurrent layers (Gated DeltaNet, Mamba2) under a view of several segments: they branch from the prompt's end.
 
 Attention keeps segments apart by what it lets a row see; a recurrent layer would carry the first segment's state into
 the second. So it is run on the prompt once, and on all segments of a row, stacked as a batch, from the state that the

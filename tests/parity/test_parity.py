@@ -159,8 +159,8 @@ def test_recurrent_layers_read_the_prompt_once(arch):
     mixers = [x for x in m.modules() if isinstance(x, MIXERS)]
     for mixer in mixers:
         mixer.out_proj.register_forward_hook(lambda _, inputs, out: counts.append(out.shape[0] * out.shape[1]))
-    batch = lay_out([tokens(PROMPT)[0].tolist()], [tokens(RESPONSE)[0].tolist()],
-                    [[policy("full", 0), policy("swa", 7), policy("rift_stat", 12), policy("streaming", 9)]])
+    views = [policy("full", 0), policy("swa", 7), policy("rift_stat", 12), policy("streaming", 9)]
+    batch = lay_out([tokens(PROMPT)[0].tolist()], [tokens(RESPONSE)[0].tolist()], [views])
     embeds = m.get_input_embeddings()(batch.input_ids).detach().requires_grad_()
     out = m(inputs_embeds=embeds, position_ids=batch.position_ids, cache_view=batch.view, use_cache=False).logits
     assert mixers and sum(counts) == len(mixers) * (PROMPT + 4 * (RESPONSE - 1))
