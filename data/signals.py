@@ -21,13 +21,13 @@ def main(args: argparse.Namespace) -> None:
         cli.say(plan_text(recipe, signal))
         cli.say(f"engine: {recipe.engine.text}")
         return
-    from draftkv.drafter import load_drafter
+    from draftkv.models import check_pair
     from draftkv.teacher.rollouts import load_rollouts
     from draftkv.teacher.signal_store import SignalPlan, write_signals
 
     rollouts = load_rollouts(recipe, "train")
-    spec = recipe.drafter
-    vocab = load_drafter(spec.model, spec.revision, recipe.target, spec.layers)[1]
+    longest = recipe.prompts.max_prompt_tokens + recipe.rollouts.max_new_tokens
+    vocab = check_pair(recipe.target, recipe.drafter, longest)
     plan = SignalPlan.of(recipe, rollouts, vocab)
     began = time.monotonic()
     write_signals(recipe, plan)

@@ -5,6 +5,7 @@ import re
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+import draftkv.cache.attention  # noqa: F401  (transformers learns the names of ATTENTIONS)
 from draftkv.cache.architecture import check_drafter, check_native_window, check_policies
 from draftkv.cache.backends.choice import ATTENTIONS, described
 from draftkv.cli import say
