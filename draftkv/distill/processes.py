@@ -82,8 +82,12 @@ def _deepspeed_plugin(recipe: Recipe) -> DeepSpeedPlugin:
     """DeepSpeed's settings with what the recipe decides filled in.
 
     Raises:
-        InputError: the file sets one of those itself, to something else.
+        InputError: the file is missing, or sets one of those itself to something else.
     """
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
+    if file not in ("", "none") and not os.path.isfile(file):
+        raise InputError(f"DeepSpeed's configuration {file} is not there; a relative path begins where accelerate is "
+                         "called")  # fmt: skip
     plugin = DeepSpeedPlugin()
     given, train = plugin.deepspeed_config, recipe.train
     # Rows are counted by the loop, which normalises by supervised tokens: DeepSpeed is told of one row and one pass.

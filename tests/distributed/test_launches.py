@@ -146,6 +146,14 @@ def test_deepspeed_cannot_override_the_recipe(tmp_path, monkeypatch, change, tol
 
 
 @needs_deepspeed
+def test_a_missing_deepspeed_file_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "launch/deepspeed/zero9.json")
+    with pytest.raises(InputError, match="launch/deepspeed/zero9.json is not there"):
+        start_accelerator(load_recipe(write_recipe(tmp_path, **SETTINGS)))
+
+
+@needs_deepspeed
 def test_deepspeed_skips_and_counts_steps_that_are_not_finite(alone):
     code, _, err = launch("zero2", alone["recipe"], "name=wild", "train.lr=1.0e+30", "train.max_bad_steps=2",
                           processes=1)  # fmt: skip
