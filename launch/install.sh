@@ -46,6 +46,20 @@ pip_step() {
     fi
 }
 
+# The folder of a recipe's run: run_folder RECIPE [key.sub=value ...]; a bad recipe is one line and status 2.
+run_folder() {
+    "$PY" - "$@" <<'PYTHON'
+import sys
+from draftkv.errors import InputError
+from draftkv.recipe import load_recipe
+try:
+    print(load_recipe(sys.argv[1], sys.argv[2:]).run_dir)
+except InputError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+PYTHON
+}
+
 install() {
     local extras="${1:-embedded}" stamp sum
     stamp="$VENV/.draftkv-$extras"

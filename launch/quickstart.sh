@@ -18,17 +18,8 @@ recipe=recipes/quickstart.yaml
 usage="$(mktemp)"
 trap 'rm -f "$usage"' EXIT
 
-# The folder of the run, from the recipe itself; this also refuses a bad override before anything runs.
-run="$("$PY" - "$recipe" "$@" <<'PYTHON'
-import sys
-from draftkv.errors import InputError
-from draftkv.recipe import load_recipe
-try:
-    print(load_recipe(sys.argv[1], sys.argv[2:]).run_dir)
-except InputError as error:
-    sys.exit(f"error: {error}")
-PYTHON
-)" || exit 2
+# Also refuses a bad override before anything runs.
+run="$(run_folder "$recipe" "$@")" || exit 2
 
 # Runs a command and notes the largest memory that it or any process it started had, in MiB.
 measured() {

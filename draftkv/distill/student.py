@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftkv.cache.parallel import Batch, lay_out, passes
@@ -86,6 +87,9 @@ def supervised_rows(batch: Batch) -> tuple[Tensor, list[int]]:
 class Teacher:
     """The target, forward only, one row at a time: final hidden states at the rows that a loss is taken on.
 
+    Nothing reads what the last layer's MLP makes of the prompt, so where a layer has an `mlp` it is fed the other rows
+    alone. Attention has to see the prompt in every layer.
+
     Args:
         calls: forward passes to make for each signal, with repeated rows where there are fewer: a sharded target is
             gathered by all processes together, so all have to call it equally often.
@@ -93,6 +97,11 @@ class Teacher:
 
     def __init__(self, model: nn.Module, calls: int = 0):
         self.model, self.calls = model.eval().requires_grad_(False), calls
+        self.unread = 0  # rows at the start of a sequence that no loss is taken on
+        last = getattr(decoder_layers(model)[-1], "mlp", None)
+        if last is not None:
+            last.register_forward_pre_hook(lambda _, args: (args[0][:, self.unread :], *args[1:]))
+            last.register_forward_hook(lambda _, __, out: self._filled(out))
 
     @property
     def head(self) -> Tensor:
@@ -104,8 +113,17 @@ class Teacher:
         """[R - 1, D] hidden states of the rows that predict response tokens 1 .. R - 1."""
         device = next(self.model.parameters()).device
         ids = torch.tensor([row["prompt_ids"] + row["response_ids"][:-1]], device=device)
-        out = self.model.get_decoder()(ids, use_cache=False).last_hidden_state[0]
-        return out[len(row["prompt_ids"]) :]
+        self.unread = len(row["prompt_ids"])
+        try:
+            return self.model.get_decoder()(ids, use_cache=False).last_hidden_state[0, self.unread :]
+        finally:
+            self.unread = 0
+
+    def _filled(self, out: Any) -> Any:
+        """Zeros in the place of the rows that were not fed; the residual connection expects all."""
+        if isinstance(out, tuple):  # with a router's scores
+            return self._filled(out[0]), *out[1:]
+        return F.pad(out, (0, 0, self.unread, 0))
 
     def signal(self, items: Sequence[Item], owners: Sequence[tuple[int, int, float]]) -> Hidden:
         """The signal for a pass: every view of a row is taught by the same full-cache target."""

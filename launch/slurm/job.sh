@@ -6,20 +6,11 @@
 #   DRAFTKV_LAUNCH   accelerate configuration (launch/accelerate/ddp.yaml)
 #   DRAFTKV_VENV     environment (.venv)
 
-PY="${DRAFTKV_VENV:-.venv}/bin/python"
+source launch/install.sh  # names the environment; installs nothing
 export PY DRAFTKV_LAUNCH="${DRAFTKV_LAUNCH:-launch/accelerate/ddp.yaml}"
 
 # Also refuses a bad recipe before a machine is kept busy.
-run="$("$PY" - "$@" <<'PYTHON'
-import sys
-from draftkv.errors import InputError
-from draftkv.recipe import load_recipe
-try:
-    print(load_recipe(sys.argv[1], sys.argv[2:]).run_dir)
-except InputError as error:
-    sys.exit(f"error: {error}")
-PYTHON
-)" || exit 2
+run="$(run_folder "$@")" || exit 2
 
 DRAFTKV_MAIN_HOST="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 DRAFTKV_MAIN_PORT="$((20000 + SLURM_JOB_ID % 20000))"

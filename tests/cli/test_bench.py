@@ -21,7 +21,7 @@ TINY = "rehearsal:llama"
     (["compile", "--part", "mlp", "--model", "tiny", "--tokens", "16", "--repeats", "1"], "ratio"),
     (["drafter", "--shape", "Qwen/Qwen3-0.6B", "--layers", "1", "--vocab", "512", "--tokens", "64", "--policy",
       "rift_stat", "--repeats", "1", "--device", "cpu"], "MFU"),
-    (["views", "--shape", "qwen3_5", "nemotron_h", "--views", "2", "--prompt", "40", "--response", "9",
+    (["views", "--shape", "qwen3_5", "--views", "2", "--prompt", "40", "--response", "9",
       "--width", "128", "--repeats", "1", "--checkpointing"], "time ratio"),
 ])  # fmt: skip
 def test_every_comparison_runs(tmp_path, words, expected):

@@ -37,7 +37,7 @@ def step(length, response):
     return float(result.total.detach())
 
 model = tiny_model("llama", vocab_size=8192, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16,
-                   num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=65536)
+                   num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=65536)
 model.set_attn_implementation(ATTENTION)
 model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 student = Student(model.train(), [LossTerm(name="forward_kl")], 8192, 1024)
