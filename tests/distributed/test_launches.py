@@ -25,7 +25,8 @@ from draftkv.errors import InputError
 from draftkv.recipe import load_recipe
 
 needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="NOT TESTED HERE: deepspeed is not installed"
+    importlib.util.find_spec("deepspeed") is None or not (shutil.which("c++") or shutil.which("g++")),
+    reason="NOT TESTED HERE: needs deepspeed, and a C++ compiler for what it builds on a CPU",
 )
 LAUNCHES = ["cpu", "ddp", "fsdp2", *(pytest.param(f"zero{stage}", marks=needs_deepspeed) for stage in (1, 2, 3))]
 SETTINGS = {"rows": 5, "steps": 6, "micro_rows": 2, "checkpoint_every": 3, "clip": 0.5}
