@@ -9,15 +9,19 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from draftkv import models
 from draftkv.recipe import Recipe
-from draftkv.teacher.engine import Request, Response, served_stop_ids
+from draftkv.teacher.engine import Request, Response
 from draftkv.teacher.engines import answers
-from draftkv.teacher.engines.serve import engine_environment, engine_python, vllm_options, weights_name
+from draftkv.teacher.engines.serve import (
+    ServedTokens,
+    engine_environment,
+    engine_python,
+    vllm_options,
+    weights_name,
+)
 from draftkv.teacher.engines.worker import __file__ as WORKER
 from draftkv.teacher.signals import TopK
 
@@ -90,7 +94,7 @@ class Worker:
         self.process.stdout.close()
 
 
-class Offline:
+class Offline(ServedTokens):
     """Starts at the first question, for writing in `rollouts.dtype` or for scoring in `target.dtype`; a process that
     died or hangs is started again."""
 
@@ -146,14 +150,6 @@ class Offline:
             self.about = {"kind": "offline", **known, "model": recipe.target.model,
                           "weights": weights_name(recipe.target)}  # fmt: skip
         return self.worker
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return models.load_tokenizer(self.recipe.target.model, self.recipe.target.revision)
-
-    @cached_property
-    def _stops(self) -> set[int]:
-        return served_stop_ids(self.recipe.target.model, self.recipe.target.revision, self._tokenizer)
 
     def close(self, **how: float) -> None:
         if self.worker is not None:

@@ -5,6 +5,7 @@ server's command, one word a line, for launch/serve_target.sh.
 import json
 import os
 import sys
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,8 +15,23 @@ import torch
 from draftkv import models
 from draftkv.errors import InputError
 from draftkv.recipe import Model, Recipe, load_recipe
+from draftkv.teacher.engine import served_stop_ids
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+class ServedTokens:
+    """What a client of vLLM knows of the target's tokens without its weights. Needs `self.recipe`."""
+
+    recipe: Recipe
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return models.load_tokenizer(self.recipe.target.model, self.recipe.target.revision)
+
+    @cached_property
+    def _stops(self) -> set[int]:
+        return served_stop_ids(self.recipe.target.model, self.recipe.target.revision, self._tokenizer)
 
 
 def engine_python(recipe: Recipe) -> str:

@@ -13,16 +13,15 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from draftkv import models
 from draftkv.errors import InputError
 from draftkv.recipe import Recipe
-from draftkv.teacher.engine import Request, Response, served_stop_ids
+from draftkv.teacher.engine import Request, Response
 from draftkv.teacher.engines import answers
-from draftkv.teacher.engines.serve import needed_length, weights_name
+from draftkv.teacher.engines.serve import ServedTokens, needed_length, weights_name
 from draftkv.teacher.signals import TopK
 
 # Sent in full, so that no default of the server or of the model's generation configuration shapes the distribution.
@@ -34,7 +33,7 @@ Item = TypeVar("Item")
 Found = TypeVar("Found")
 
 
-class Server:
+class Server(ServedTokens):
     """A client of one server; it connects, and checks what is served, at the first question."""
 
     first_wait_s = 1.0
@@ -96,14 +95,6 @@ class Server:
         return choices[0]
 
     # ------------------------------------------------------------------------------------------ who is being asked
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return models.load_tokenizer(self.recipe.target.model, self.recipe.target.revision)
-
-    @cached_property
-    def _stops(self) -> set[int]:
-        return served_stop_ids(self.recipe.target.model, self.recipe.target.revision, self._tokenizer)
 
     def _meet(self) -> None:
         """Once: check that the server serves the recipe's target, with its tokenizer and room for the longest row.
