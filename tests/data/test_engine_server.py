@@ -1,6 +1,7 @@
 """A served target: good answers give what the target in process gives, and every bad one is detected, not stored."""
 
 import copy
+import threading
 import time
 
 import pytest
@@ -38,6 +39,8 @@ def fake(engine):
     engine.fault, engine.pause, engine.peak, cards = None, 0.0, 0, copy.deepcopy(engine.cards)
     engine.asked.clear()
     yield engine
+    while engine.work:  # a request that its client gave up would be counted in the next test
+        time.sleep(0.01)
     engine.fault, engine.pause, engine.cards = None, 0.0, cards
 
 
@@ -321,6 +324,27 @@ def test_a_server_that_dies_midway_loses_nothing_and_repeats_nothing(path, fake)
     assert load_rollouts(recipe_of(path, fake, output), "train").rows() == whole
     assert len(fake.asked) == 10 + 2, "what is left of the training rollouts, then the held-out ones"
     assert not set(first) & {b["seed"] for b in fake.asked[:10]}
+
+
+def test_one_failure_ends_a_batch_while_other_requests_wait_for_answers(path, fake):
+    begun, slow = threading.Event(), threading.Event()
+
+    def fault(path, body, answer):
+        if path != "/v1/completions":
+            return answer
+        if body["seed"] == 1:
+            return begun.wait(60) and 503
+        begun.set()
+        return slow.wait(60) and answer
+
+    fake.fault = fault
+    try:
+        refused = pytest.raises(RunError, match="request 1 of the batch: status 503")
+        with open_engine(recipe_of(path, fake, "engine.concurrency=2", "engine.retries=0")) as server, refused:
+            server.write([Request([5, 6, i], 0.0, i) for i in range(6)], 4)
+        assert {body["seed"] for body in fake.asked} == {0, 1}, "nothing was sent after the failure"
+    finally:
+        slow.set()
 
 
 def test_signals_go_on_after_a_server_died(path, fake, monkeypatch):

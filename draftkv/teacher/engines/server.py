@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -70,16 +70,30 @@ class Server(ServedTokens):
 
     def _each(self, items: Sequence[Item], name: str, one: Callable[[int, Item], Found]) -> list[Found]:
         """Answers in the order of `items`. The first failure, or Ctrl-C, ends every other request at once."""
+        failures: list[Exception] = []
 
         def with_retries(index: int) -> Found:
+            if self.stop.is_set():
+                raise CancelledError
             what = f"{self.settings.url}: {name.format(index=index, item=items[index])}"
-            return answers.retrying(self.settings, what, lambda: one(index, items[index]), self.stop, self.first_wait_s)
+            try:
+                return answers.retrying(self.settings, what, lambda: one(index, items[index]), self.stop,
+                                        self.first_wait_s)  # fmt: skip
+            except Exception as error:
+                # Here, not where it is noticed: this thread would send the next request before that.
+                failures.append(error)
+                self.stop.set()
+                raise
 
+        tasks = [self.pool.submit(with_retries, index) for index in range(len(items))]
         try:
-            return list(self.pool.map(with_retries, range(len(items))))
+            wait(tasks, return_when=FIRST_EXCEPTION)
+            if failures:
+                raise failures[0]
         except BaseException:
             self._end()
             raise
+        return [task.result() for task in tasks]
 
     def _end(self) -> None:
         self.stop.set()
