@@ -35,8 +35,8 @@ from draftkv.errors import InputError
 from draftkv.recipe import Drafter, Model
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# Weight files up to this many bytes in all are hashed; larger ones are known by size and time of change.
-HASH_LIMIT = 8 * 2**30
+# Weight files up to this many bytes in all are hashed whole; of larger ones, SAMPLES pieces of each file.
+HASH_LIMIT, SAMPLES, SAMPLE_BYTES = 8 * 2**30, 64, 1 << 16
 
 
 def resolve(model_id: str) -> str:
@@ -290,7 +290,8 @@ def model_limit(config: PretrainedConfig) -> int:
 def weights_identity(model_id: str, revision: str | None = None) -> dict[str, str]:
     """What tells two sets of weights apart: file -> sha256 of a local model, or the commit of a hub model.
 
-    Weight files of more than `HASH_LIMIT` bytes in all are known by size and time of change instead.
+    Of more than `HASH_LIMIT` bytes in all, each file is known by its size and pieces from all over it. Copies of the
+    same files are the same weights, wherever they lie.
 
     Raises:
         InputError: see `load_config`.
@@ -303,9 +304,19 @@ def weights_identity(model_id: str, revision: str | None = None) -> dict[str, st
     too_large = sum(f.stat().st_size for f in files) > HASH_LIMIT
     identity = {"config.json": file_hash(Path(source) / "config.json")}
     for file in files:
-        stat = file.stat()
-        identity[file.name] = f"{stat.st_size} bytes, {stat.st_mtime_ns}" if too_large else file_hash(file)
+        identity[file.name] = sampled_hash(file) if too_large else file_hash(file)
     return identity
+
+
+def sampled_hash(path: Path) -> str:
+    """sha256, in hex, of a file's size and of pieces that are spread over it, its first and last bytes among them."""
+    size = path.stat().st_size
+    result = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as handle:
+        for index in range(SAMPLES):
+            handle.seek(max(0, size - SAMPLE_BYTES) * index // (SAMPLES - 1))
+            result.update(handle.read(SAMPLE_BYTES))
+    return f"sampled:{result.hexdigest()}"
 
 
 def file_hash(path: Path) -> str:

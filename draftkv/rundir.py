@@ -17,11 +17,11 @@ import yaml
 
 from draftkv.cache.backends.choice import described
 from draftkv.errors import InputError, RunError
-from draftkv.recipe import Recipe
+from draftkv.recipe import Engine, Recipe
 
-# Keys that may change between two starts of one run: they touch neither the weights nor a measured number.
+# Keys, with all below them, that may change between two starts of one run: they touch neither weights nor a number.
 FREE_KEYS = ("why", "trackers", "export", "output", "engine.url", "engine.model", "engine.python", "engine.timeout_s",
-             "engine.retries", "engine.concurrency", "engine.options")  # fmt: skip
+             "engine.retries", "engine.concurrency", *(f"engine.options.{name}" for name in Engine.operational))
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "flash-attn",
             "flash-linear-attention", "causal-conv1d", "deepspeed")  # fmt: skip
 
@@ -102,7 +102,7 @@ def first_change(before: dict[str, Any], after: dict[str, Any]) -> str | None:
 
 
 def _flat(tree: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(tree, dict | list) and tree:
+    if isinstance(tree, dict) or tree and isinstance(tree, list):  # an empty section is one without keys
         items = tree.items() if isinstance(tree, dict) else enumerate(tree)
         return {k: v for key, value in items for k, v in _flat(value, f"{path}.{key}" if path else str(key)).items()}
     return {path: tree}

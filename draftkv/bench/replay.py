@@ -13,6 +13,7 @@ POLICIES = ["full", "swa", "streaming", "snapkv", "rift_stat"]
 def replay_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--recipe", help="its held-out prompts, lengths, policies, target and drafter")
     options.add_argument("--model", default="embedded:smollm2-135m", help="without a recipe: target and drafter")
+    options.add_argument("--layers", type=int, nargs="+", help="without a recipe: the drafter keeps these layers (all)")
     options.add_argument("--source", default="embedded:prose", help="without a recipe: where prompts come from")
     options.add_argument("--prompt", type=int, default=512, help="without a recipe: longest prompt in tokens (512)")
     options.add_argument("--policy", nargs="+", default=POLICIES, help="without a recipe: presets, budget prompt/4")
@@ -72,7 +73,7 @@ def _replay_setting(args: argparse.Namespace) -> tuple[Any, Any, set[int], list[
     from draftkv.teacher.engine import stop_ids
     from draftkv.teacher.prompts import load_prompts
 
-    spec, own = Model(model=args.model), Drafter()
+    spec, own = Model(model=args.model), Drafter(layers=args.layers)
     policies = [Policy(policy=p, budget=None if p == "full" else 0.25) for p in args.policy]
     source = PromptSource(source=args.source, split="held_out")
     if args.recipe:

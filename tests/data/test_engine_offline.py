@@ -27,6 +27,9 @@ FAKE_VLLM = """
     HERE = os.path.dirname(__file__)
     MOOD, TABLE = os.path.join(HERE, "mood"), os.path.join(HERE, "table.json")
 
+    class EngineDeadError(Exception):
+        pass  # of the process that vLLM runs the model in; this one stays
+
     def SamplingParams(**values):
         assert values.get("top_p", 1.0) == 1.0 and not values.get("top_k")
         return Namespace(**values)
@@ -46,6 +49,8 @@ FAKE_VLLM = """
             if mood.startswith("dies"):
                 print("RuntimeError: the fake is out of memory", flush=True)
                 os._exit(7)
+            if mood.startswith("loses"):
+                raise EngineDeadError("EngineCore encountered an issue")
             if mood.startswith("hangs"):
                 time.sleep(60)
             results = []
@@ -123,6 +128,7 @@ def test_offline_rollouts_and_signals_equal_those_in_process(build, place):
 
 @pytest.mark.parametrize("mood, message", [
     ("dies", r"status 7\): RuntimeError: the fake is out of memory.*2 tries"),
+    ("loses", r"status 1\): .*EngineDeadError: EngineCore encountered an issue.*2 tries"),
     ("hangs", r"no answer in 2 s \(engine.timeout_s\).*2 tries"),
     ("forgets", "1 answers to 2 questions.*2 tries"),
 ])  # fmt: skip

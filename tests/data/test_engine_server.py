@@ -1,6 +1,7 @@
 """A served target: good answers give what the target in process gives, and every bad one is detected, not stored."""
 
 import copy
+import json
 import threading
 import time
 
@@ -376,6 +377,8 @@ def test_signals_go_on_after_a_server_died(path, fake, monkeypatch):
     (["engine.url=somewhere:80"], "engine.url"),
     (["engine.kind=vllm"], "engine.kind"),
     (["engine.retry=3"], "did you mean 'retries'"),
+    (["engine.options={dtype: float16}"], "engine.options.*dtype is set by target.dtype"),
+    (["engine.options={max-model-len: 9}"], "engine.options.*max-model-len is set by prompts.max_prompt_tokens"),
 ])  # fmt: skip
 def test_what_a_server_cannot_do_is_refused_when_the_recipe_is_read(path, fake, others, message):
     with pytest.raises(InputError, match=message):
@@ -395,6 +398,19 @@ def test_where_the_engine_runs_is_no_ingredient_but_vllm_is(path, fake):
     assert first_change(plain[1], plain[2]) is None and "engine.kind" in first_change(plain[0], plain[1])
 
 
+def test_options_that_make_another_model_of_the_target_make_another_store(path, fake):
+    from draftkv.rundir import first_change
+    from draftkv.teacher.rollouts import plan_rollouts
+
+    given = ({}, {"tensor_parallel_size": 8}, {"quantization": "fp8"}, {"kv_cache_dtype": "fp8", "max_num_seqs": 4})
+    recipes = [recipe_of(path, fake, f"engine.options={json.dumps(options)}") for options in given]
+    keys = [plan_rollouts(r)["train"].key for r in recipes]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+    plain = [r.model_dump(mode="json") for r in recipes]
+    assert first_change(plain[0], plain[1]) is None and first_change(plain[1], plain[0]) is None
+    assert "engine.options.quantization" in first_change(plain[1], plain[2])
+
+
 def test_the_servers_command_comes_from_the_recipe(path, fake, monkeypatch):
     from draftkv.teacher.engines.serve import server_command
 
@@ -407,5 +423,7 @@ def test_the_servers_command_comes_from_the_recipe(path, fake, monkeypatch):
         assert part in command, part
     with pytest.raises(InputError, match=r"\+ 1 = 1025, but this model's limit is 1024"):
         server_command(recipe_of(path, fake, "prompts.max_prompt_tokens=1008", f"engine.python={__file__}"))
+    with pytest.raises(InputError, match="engine.url http://node7: no port to listen on.*http://node7:8000"):
+        server_command(recipe_of(path, fake, "engine.url=http://node7", f"engine.python={__file__}"))
     with pytest.raises(InputError, match="no such Python.*engine_env.sh"):
         server_command(recipe_of(path, fake, "engine.python=/absent"))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -164,12 +165,16 @@ def test_a_changed_ingredient_is_another_store(recipe, write_jsonl):
     assert rollouts._Plan(recipe(), "eval").key != key
 
 
-def test_changed_weights_or_template_are_another_store(recipe, tiny_llama_dir, tmp_path):
+@pytest.mark.parametrize("limit", [models.HASH_LIMIT, 0], ids=["hashed", "sampled"])
+def test_changed_weights_or_template_are_another_store(recipe, tiny_llama_dir, tmp_path, monkeypatch, limit):
     from safetensors.torch import load_file, save_file
 
+    monkeypatch.setattr(models, "HASH_LIMIT", limit)
+    models.weights_identity.cache_clear()
     copy = shutil.copytree(tiny_llama_dir, tmp_path / "copy")
     key = rollouts._Plan(recipe(target={"model": str(copy)}), "eval").key
-    assert rollouts._Plan(recipe(), "eval").key == key, "the same weights in another folder"
+    os.utime(copy / "model.safetensors", (0, 0))
+    assert rollouts._Plan(recipe(), "eval").key == key, "the same weights in another folder, copied at another time"
     template = copy / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
     with_template = rollouts._Plan(recipe(target={"model": str(copy)}), "eval").key
@@ -179,6 +184,7 @@ def test_changed_weights_or_template_are_another_store(recipe, tiny_llama_dir, t
     models.weights_identity.cache_clear()
     with_weights = rollouts._Plan(recipe(target={"model": str(copy)}), "eval").key
     assert len({key, with_template, with_weights}) == 3
+    models.weights_identity.cache_clear()
 
 
 def test_damage_is_refused_by_name_and_can_be_mended(recipe):

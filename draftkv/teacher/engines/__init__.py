@@ -60,7 +60,10 @@ def open_engine(recipe: Recipe) -> TeacherEngine:
     return Local(recipe)
 
 
-def engine_ingredient(recipe: Recipe) -> dict[str, str]:
+def engine_ingredient(recipe: Recipe) -> dict[str, Any]:
     """What the engine adds to the identity of a store. vLLM rounds otherwise than transformers, which may decide a
-    token, so the two never share one; served or offline, on whichever machine, vLLM is vLLM."""
-    return {"engine": "vllm"} if recipe.engine.is_vllm else {}
+    token, so the two never share one; served or offline, on whichever machine, vLLM is vLLM, but for options that make
+    another model of the target (a quantization)."""
+    if not recipe.engine.is_vllm:
+        return {}
+    return {"engine": "vllm", **({"options": recipe.engine.deciding} if recipe.engine.deciding else {})}

@@ -148,7 +148,7 @@ class Offline(ServedTokens):
             self.worker = Worker(python, Path(recipe.output) / "engine.log", recipe.engine.timeout_s)
             known = self.worker.ask("start", options=options)
             self.about = {"kind": "offline", **known, "model": recipe.target.model,
-                          "weights": weights_name(recipe.target)}  # fmt: skip
+                          "weights": weights_name(recipe.target), "options": recipe.engine.options}  # fmt: skip
         return self.worker
 
     def close(self, **how: float) -> None:

@@ -65,10 +65,7 @@ def weights_name(target: Model) -> str:
     """A name made of the weights: equal for copies of the same files, wherever they lie."""
     from draftkv.teacher.rollouts import content_hash
 
-    # Very large files are known by size and time of change; the time is this copy's own.
-    identity = {name: text.partition(" bytes")[0] for name, text in models.weights_identity(
-        target.model, target.revision).items()}  # fmt: skip
-    return f"weights:{content_hash(identity)[:16]}"
+    return f"weights:{content_hash(models.weights_identity(target.model, target.revision))[:16]}"
 
 
 def vllm_options(recipe: Recipe, dtype: str) -> dict[str, Any]:
@@ -94,13 +91,16 @@ def server_command(recipe: Recipe) -> list[str]:
     """The command that serves the recipe's target at `engine.url`.
 
     Raises:
-        InputError: see `engine_python` and `vllm_options`.
+        InputError: an address without a port; see also `engine_python` and `vllm_options`.
     """
     address = urlsplit(recipe.engine.url)
+    if address.port is None:
+        raise InputError(f"engine.url {recipe.engine.url}: no port to listen on; give one, as in"
+                         f" {address.scheme}://{address.hostname}:8000")  # fmt: skip
     # Not `vllm serve`: that command fails in the CPU wheel, which has another name than it looks for.
     words = [
         engine_python(recipe), "-m", "vllm.entrypoints.openai.api_server",
-        "--host", str(address.hostname), "--port", str(address.port or 8000),
+        "--host", str(address.hostname), "--port", str(address.port),
         "--served-model-name", recipe.engine.model or recipe.target.model, weights_name(recipe.target),
     ]  # fmt: skip
     for name, value in vllm_options(recipe, recipe.target.dtype).items():

@@ -135,7 +135,7 @@ class Server(ServedTokens):
             raise InputError(f"{self.settings.url}: its tokenizer is not that of {self.recipe.target.model}")
         version = ask("GET", "/version").get("version")
         self.about = {"kind": "server", "vllm": version, "model": card["id"], "weights": weights_of(cards),
-                      "max_model_len": limit}  # fmt: skip
+                      "max_model_len": limit, "options": self.settings.options}  # fmt: skip
 
     def _served(self, cards: list[dict[str, Any]]) -> dict[str, Any]:
         """The entry of `/v1/models` to ask for. Names alone prove little, so launch/serve_target.sh adds one that is

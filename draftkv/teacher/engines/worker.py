@@ -69,6 +69,8 @@ def main():
             else:
                 answer = {"write": write, "score": score, "counters": counters}[what](llm, **message)
         except Exception as error:  # whatever it is, the other side has to hear of it
+            if type(error).__name__ == "EngineDeadError":
+                raise  # vLLM's own process has ended and nothing will be answered: a new worker has to be started
             answer = {"error": f"{type(error).__name__}: {error}"}
         out.write(json.dumps(answer) + "\n")
         out.flush()
