@@ -62,6 +62,15 @@ def wait_for_steps(run: Path, count: int, process: subprocess.Popen) -> None:
         time.sleep(0.005)
 
 
+def wait_for_file(folder: Path, pattern: str, process: subprocess.Popen) -> None:
+    """Until there is a file below `folder` that matches."""
+    until = time.monotonic() + 120
+    while not any(folder.glob(pattern)):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until, f"no {pattern} in {folder}"
+        time.sleep(0.005)
+
+
 def call(script: str, *arguments: str | Path) -> int:
     """Run a command in this process, which saves the seconds that its imports take; returns its exit status."""
     with pytest.MonkeyPatch.context() as patch:

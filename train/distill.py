@@ -49,11 +49,11 @@ def main(args: argparse.Namespace) -> None:
             if finished:
                 conclude(recipe)
     if not finished:
-        say("stopped by a signal after saving a checkpoint; the same command continues")
+        say("stopped by a signal; what is complete is saved, and the same command continues")
 
 
 def distill(recipe: Recipe, plans: dict) -> bool:
-    """Train on the rollouts of `plans`; False when a signal stopped the run early (its checkpoint is saved)."""
+    """Train on the rollouts of `plans`; False when a signal stopped the run early (what is complete is saved)."""
     import torch
     from accelerate.utils import set_seed
 
@@ -63,25 +63,23 @@ def distill(recipe: Recipe, plans: dict) -> bool:
     from draftkv.distill.loop import Trainer
     from draftkv.distill.processes import backend_name, check_shared_folder, is_sharded, start_accelerator
     from draftkv.distill.schedule import Schedule
+    from draftkv.distill.stopping import StopSignal
     from draftkv.distill.student import Student
     from draftkv.drafter import drafter_to_train
-    from draftkv.teacher.rollouts import ensure_rollouts, held_out_rows
 
+    stop = StopSignal()
     accelerator = start_accelerator(recipe)
     check_shared_folder(recipe, accelerator)
     set_seed(recipe.seed)
-    with accelerator.main_process_first():
-        train_rollouts, eval_rollouts = (ensure_rollouts(recipe, s, plan=plan) for s, plan in plans.items())
-    train_rows = train_rollouts.rows()
-    eval_rows = held_out_rows(recipe, eval_rollouts)
-    for split, store in (("training", train_rollouts), ("held-out", eval_rollouts)):
-        for reason, number in store.counts["skipped"].items():
-            say(f"{split} rows skipped: {number} {reason}")
-    if not train_rows:
-        raise InputError(f"{train_rollouts.path}: no usable training row; {train_rollouts.counts}")
-
+    stores = rollouts_of(recipe, plans, accelerator, stop)
+    if stores is None:
+        return False
+    train_rollouts, eval_rollouts = stores
+    train_rows, eval_rows = usable_rows(recipe, train_rollouts, eval_rollouts)
     model, vocab = drafter_to_train(recipe)
-    teacher = teacher_of(recipe, train_rollouts, vocab, accelerator)
+    teacher = teacher_of(recipe, train_rollouts, vocab, accelerator, stop)
+    if teacher is None:
+        return False
     student = Student(model, recipe.loss, vocab, recipe.train.head_chunk, recipe.train.precision == "bf16")
     anchor = Anchor(model, recipe.train.initial_share, is_sharded(accelerator))
     params = [p for p in student.parameters() if p.requires_grad]
@@ -91,9 +89,9 @@ def distill(recipe: Recipe, plans: dict) -> bool:
     student, optimizer = accelerator.prepare(student, optimizer)
 
     trackers, backend = Trackers(recipe, accelerator), backend_name(accelerator)
-    evaluate = Evaluation(recipe, accelerator, eval_rows, trackers, vocab)
+    evaluate = Evaluation(recipe, accelerator, eval_rows, trackers, stop, vocab)
     schedule = Schedule(train_rows, recipe)
-    trainer = Trainer(recipe, accelerator, student, optimizer, teacher, schedule, evaluate, trackers.step, anchor)
+    trainer = Trainer(recipe, accelerator, student, optimizer, teacher, schedule, evaluate, trackers.step, anchor, stop)
     if trainer.resume():
         say(f"continuing after step {trainer.progress.step}")
     say(f"{len(train_rows)} training rows, {len(eval_rows)} held-out rows, {millions:.1f} M trainable parameters, "
@@ -114,17 +112,44 @@ def distill(recipe: Recipe, plans: dict) -> bool:
     return finished
 
 
-def teacher_of(recipe: Recipe, rollouts, vocab: int, accelerator):
-    """The target in process, or its stored signals, written if missing: training then does not load it."""
-    from draftkv.distill.processes import backend_name, shard_layers
+def rollouts_of(recipe: Recipe, plans: dict, accelerator, stop):
+    """Training and held-out rollouts, written if missing; None when a signal came first."""
+    from draftkv.distill.processes import check_same
+    from draftkv.teacher.rollouts import ensure_rollouts, load_rollouts
+
+    check_same(accelerator, "rollouts", " ".join(plan.key for plan in plans.values()))
+    if not stop.written_first(accelerator, lambda: [ensure_rollouts(recipe, s, plan=p) for s, p in plans.items()]):
+        return None
+    return [load_rollouts(recipe, split, plan=plan) for split, plan in plans.items()]
+
+
+def usable_rows(recipe: Recipe, train_rollouts, eval_rollouts) -> tuple[list[dict], list[dict]]:
+    """Rows to train on and rows to evaluate on; says what was skipped."""
+    from draftkv.teacher.rollouts import held_out_rows
+
+    train_rows = train_rollouts.rows()
+    eval_rows = held_out_rows(recipe, eval_rollouts)
+    for split, store in (("training", train_rollouts), ("held-out", eval_rollouts)):
+        for reason, number in store.counts["skipped"].items():
+            say(f"{split} rows skipped: {number} {reason}")
+    if not train_rows:
+        raise InputError(f"{train_rollouts.path}: no usable training row; {train_rollouts.counts}")
+    return train_rows, eval_rows
+
+
+def teacher_of(recipe: Recipe, rollouts, vocab: int, accelerator, stop):
+    """The target in process, or its stored signals, written if missing: training then does not load it. None when a
+    signal came first."""
+    from draftkv.distill.processes import backend_name, check_same, shard_layers
     from draftkv.distill.student import Teacher
     from draftkv.models import load_model
     from draftkv.teacher.signal_store import SignalPlan, StoredTeacher, write_signals
 
     if recipe.signal.source == "stored":
         plan = SignalPlan.of(recipe, rollouts, vocab)
-        with accelerator.main_process_first():
-            write_signals(recipe, plan)
+        check_same(accelerator, "signals", plan.key)
+        if not stop.written_first(accelerator, lambda: write_signals(recipe, plan)):
+            return None
         return StoredTeacher(plan, recipe.signal.temperature, accelerator.device)
     target = load_model(recipe.target.model, recipe.target.revision, recipe.target.dtype)
     if backend_name(accelerator) != "fsdp2":

@@ -172,6 +172,7 @@ def _flags(logits: Tensor, row: dict[str, Any], first: int, draft: str) -> tuple
 def evaluate(
     model: nn.Module, rows: Sequence[dict[str, Any]], policies: Sequence[Policy], how: Replay, *,
     bootstrap: int = 2000, advance: Callable[[], None] = lambda: None, gather: Callable[[list], list] = lambda x: x,
+    leave: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
     """Replay rows under each policy and score them: one record body per (temperature, policy).
 
@@ -179,6 +180,7 @@ def evaluate(
         rows: rollout rows; with several processes, this process's share.
         advance: called after each row.
         gather: collects a list over processes (identity in one process).
+        leave: asked before each row, whether to leave the rest out; `gather` then has to raise.
 
     Returns:
         Records for `acceptance.jsonl` (see `draftkv.acceptance.score`); the caller adds step and checkpoint.
@@ -188,6 +190,8 @@ def evaluate(
     start = time.perf_counter()
     seen = []
     for row in rows:
+        if leave():
+            break
         seen.append((row["temperature"], how.row(model, row, policies)))
         advance()
     seen = gather(seen)

@@ -17,6 +17,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from draftkv.acceptance.replay import Replay, evaluate
 from draftkv.acceptance.score import append_jsonl, read_acceptance
 from draftkv.cli import progress, say
+from draftkv.distill.stopping import Stopped, StopSignal
 from draftkv.models import quiet
 from draftkv.recipe import Recipe
 from draftkv.rundir import writing
@@ -30,20 +31,21 @@ class Evaluation:
     """
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator, rows: Sequence[dict[str, Any]], trackers: "Trackers",
-                 vocab: int | None = None):  # fmt: skip
-        self.recipe, self.accelerator = recipe, accelerator
+                 stop: StopSignal, vocab: int | None = None):  # fmt: skip
+        self.recipe, self.accelerator, self.stop = recipe, accelerator, stop
         self.rows, self.trackers, self.vocab = rows, trackers, vocab
         self.path = recipe.run_dir / "acceptance.jsonl"
         self.best: dict[str, Any] = broadcast_object_list([read_step(recipe.run_dir / "checkpoints" / "best")])[0]
 
     def __call__(self, model: torch.nn.Module, step: int) -> None:
+        """Raises: Stopped in every process, with nothing recorded, when one of them was asked to leave."""
         settings, accelerator = self.recipe.eval, self.accelerator
         share = list(self.rows[accelerator.process_index :: accelerator.num_processes])
         with progress(f"evaluate at step {step}", len(share)) as advance:
             records = evaluate(
                 model, share, settings.policies, Replay.of(self.recipe, self.vocab),
-                bootstrap=settings.bootstrap, advance=lambda: advance(""),
-                gather=gather_object if accelerator.num_processes > 1 else lambda x: x,
+                bootstrap=settings.bootstrap, advance=lambda: advance(""), gather=self._gather,
+                leave=lambda: self.stop.asked,
             )  # fmt: skip
         # Best weights first: a step that has its records is never evaluated again.
         self._keep_best(model, step, records)
@@ -52,6 +54,12 @@ class Evaluation:
                 append_jsonl(self.path, {"step": step, "checkpoint": f"step {step}", "split": "held_out", **record})
             self.trackers.log(_flat(records), step)
         self._report(step, records)
+
+    def _gather(self, mine: list) -> list:
+        found = gather_object(mine) if self.accelerator.num_processes > 1 else mine
+        if self.stop.agreed(self.accelerator):
+            raise Stopped
+        return found
 
     def done(self, step: int) -> bool:
         """Whether an earlier start recorded every policy and temperature of this step. The main process decides for

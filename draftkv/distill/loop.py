@@ -4,7 +4,6 @@ step -> items (rows and views) -> forward passes -> one optimiser step -> log ->
 """
 
 import math
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,22 +18,11 @@ from draftkv.distill.anchor import Anchor
 from draftkv.distill.hooks import Evaluation
 from draftkv.distill.processes import Updater
 from draftkv.distill.schedule import Item, Schedule, learning_rate
+from draftkv.distill.stopping import Stopped, StopSignal
 from draftkv.distill.student import Student, Teacher, build_batch, supervised_rows
 from draftkv.errors import RunError
 from draftkv.flops import published_peak
 from draftkv.recipe import Recipe
-
-
-class StopSignal:
-    """SIGTERM and SIGUSR1 (what schedulers send before they take a machine) ask the loop to save and leave."""
-
-    def __init__(self):
-        self.asked = False
-        for name in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(name, self._ask)
-
-    def _ask(self, *_: Any) -> None:
-        self.asked = True
 
 
 @dataclass
@@ -57,18 +45,19 @@ class Trainer:
         evaluate: called with the number of finished steps; remembers the best.
         log: called with one dictionary per step.
         anchor: the initial weights, of which what is evaluated and kept takes a share.
+        stop: what a scheduler asks of this process.
     """
 
     def __init__(
         self, recipe: Recipe, accelerator: Accelerator, student: Student, optimizer: torch.optim.Optimizer,
         teacher: Teacher, schedule: Schedule, evaluate: Evaluation, log: Callable[[dict[str, Any]], None],
-        anchor: Anchor,
+        anchor: Anchor, stop: StopSignal,
     ):
         self.recipe, self.accelerator, self.student = recipe, accelerator, student
         self.updater = Updater(accelerator, student, optimizer)
         self.teacher, self.schedule, self.evaluate, self.log = teacher, schedule, evaluate, log
-        self.anchor, self.progress = anchor, Progress()
-        self.stop, self.flops = StopSignal(), accelerator.unwrap_model(student).flops
+        self.anchor, self.stop, self.progress = anchor, stop, Progress()
+        self.flops = accelerator.unwrap_model(student).flops
 
     def resume(self) -> bool:
         """Continue from the newest complete checkpoint, if there is one."""
@@ -79,27 +68,34 @@ class Trainer:
 
     def run(self, advance: Callable[[str], None] = lambda note: None) -> bool:
         """Train to the last step. Returns False when a signal stopped it (after saving)."""
-        train = self.recipe.train
-        if self._due(self.progress.step) and not self.evaluate.done(self.progress.step):
-            self._evaluate(self.progress.step)
+        train, step = self.recipe.train, self.progress.step
+        if self._due(step) and not self.evaluate.done(step) and not self._evaluate(step):
+            return False
         while self.progress.step < train.steps:
             note = self.step()
             step = self.progress.step
             advance(note)
-            last, leaving = step == train.steps, self._asked_to_stop()
+            last, leaving = step == train.steps, self.stop.agreed(self.accelerator)
             saving = last or leaving or step % train.checkpoint_every == 0
             # Saved first: an evaluation is long, and a scheduler's patience after a signal is not.
             if saving:
                 self.save()
             if leaving and not last:
                 return False
-            if self._due(step):
-                self._evaluate(step)
+            if self._due(step) and not self._evaluate(step):
+                if not saving:
+                    self.save()
+                return False
         return True
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> bool:
+        """False when a signal broke it off; the next start makes up for it."""
         with self.anchor.applied() as drafter:
-            self.evaluate(drafter, step)
+            try:
+                self.evaluate(drafter, step)
+            except Stopped:
+                return False
+        return True
 
     def _due(self, step: int) -> bool:
         """Whether step `step` is evaluated: every `eval.every`, on every regular checkpoint, first and last."""
@@ -188,10 +184,3 @@ class Trainer:
                 f"{progress.bad_in_a_row} steps in a row gave a non-finite loss or gradient; last rows: {names};"
                 " lower train.lr, or look at these rows"
             )
-
-    def _asked_to_stop(self) -> bool:
-        """Whether any process was asked to stop; all of them must agree, or one waits for ever."""
-        if self.accelerator.num_processes == 1:
-            return self.stop.asked
-        flag = torch.tensor([float(self.stop.asked)], device=self.accelerator.device)
-        return bool(self.accelerator.reduce(flag, "sum").item() > 0)

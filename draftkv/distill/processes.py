@@ -7,6 +7,7 @@ precision would round the master weights, or what is saved of them.
 
 import math
 import os
+import platform
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -143,6 +144,21 @@ def check_shared_folder(recipe: Recipe, accelerator: Accelerator) -> None:
     if blind:
         raise InputError(f"{folder}: the first process's run folder is not what another one finds at {blind[0]}; "
                          "give `output` as an absolute path on a file system that all machines share")  # fmt: skip
+
+
+def check_same(accelerator: Accelerator, what: str, key: str) -> None:
+    """Every process must find the same ingredients of a store, or each would work on another one.
+
+    Raises:
+        InputError, in all of them: one does not; names the machine.
+    """
+    if accelerator.num_processes == 1:
+        return
+    (first, _), *others = gather_object([(key, platform.node())])
+    for other, machine in others:
+        if other != first:
+            raise InputError(f"{what}: {machine} finds other ingredients (store {other}) than the first process (store "
+                             f"{first}): target, tokenizer, prompts and code must be the same on every machine")
 
 
 def shard_layers(model: nn.Module, device: torch.device) -> nn.Module:

@@ -11,6 +11,7 @@ from draftkv.cache.attention import ATTENTION
 from draftkv.distill import schedule as sched
 from draftkv.distill.anchor import Anchor
 from draftkv.distill.loop import Trainer
+from draftkv.distill.stopping import Stopped, StopSignal
 from draftkv.distill.student import Student, Teacher
 from draftkv.errors import RunError
 from draftkv.recipe import Recipe
@@ -59,8 +60,31 @@ def trainer(settings, data=None, log=None, drafter_seed=1):
     student, optimizer = accelerator.prepare(student, optimizer)
     schedule = sched.Schedule(rows() if data is None else data, settings)
     seen = [] if log is None else log
+    anchor = Anchor(student.model, settings.train.initial_share)
     return Trainer(settings, accelerator, student, optimizer, Teacher(tiny_model("llama", 0)), schedule,
-                   NoEvaluation(), seen.append, Anchor(student.model, settings.train.initial_share))  # fmt: skip
+                   NoEvaluation(), seen.append, anchor, StopSignal())  # fmt: skip
+
+
+def test_an_evaluation_that_a_signal_breaks_off_is_made_up_for(tmp_path):
+    settings = recipe(tmp_path, steps=6, checkpoint_every=4)
+    settings = settings.model_copy(update={"eval": settings.eval.model_copy(update={"every": 2})})
+
+    class Evaluates(NoEvaluation):
+        def __init__(self, leaves_at=None):
+            self.steps, self.leaves_at = [], leaves_at
+
+        def __call__(self, model, step):
+            if step == self.leaves_at:
+                raise Stopped
+            self.steps.append(step)
+
+    made = trainer(settings)
+    made.evaluate = first = Evaluates(leaves_at=2)
+    assert made.run() is False and first.steps == [0]
+    again = trainer(settings)
+    again.evaluate = second = Evaluates()
+    assert again.resume() and again.progress.step == 2, "saved, though no checkpoint was due"
+    assert again.run() is True and second.steps == [2, 4, 6]
 
 
 def gradients(settings):

@@ -162,23 +162,34 @@ def test_deepspeed_skips_and_counts_steps_that_are_not_finite(alone):
     assert [m["skipped"] for m in metrics(alone["model"].with_name("wild"))][0] == 0
 
 
-def test_machines_need_no_common_working_folder(alone, tmp_path):
+@pytest.mark.parametrize("config", ["ddp", pytest.param("zero2", marks=needs_deepspeed)])
+def test_machines_need_no_common_working_folder(alone, tmp_path, config):
     """Two launches on loopback, as on two machines, each started in a folder of its own."""
     port, processes = str(20000 + os.getpid() % 20000), []
     for rank in (0, 1):
         folder = tmp_path / f"machine{rank}"
         folder.mkdir()
+        (folder / "launch").symlink_to(ROOT / "launch")  # DeepSpeed's file is named from where accelerate is called
         env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-                   str(ROOT / "launch" / "accelerate" / "ddp.yaml"), "--num_processes", "2", "--num_machines", "2",
-                   "--machine_rank", str(rank), "--main_process_ip", "127.0.0.1", "--main_process_port", port,
-                   str(ROOT / "train" / "distill.py"), str(alone["recipe"]), "name=machines"]  # fmt: skip
+                   str(ROOT / "launch" / "accelerate" / f"{config}.yaml"), "--num_processes", "2",
+                   "--num_machines", "2", "--machine_rank", str(rank), "--main_process_ip", "127.0.0.1",
+                   "--main_process_port", port, str(ROOT / "train" / "distill.py"), str(alone["recipe"]),
+                   f"name=machines-{config}"]  # fmt: skip
         processes.append(subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                           text=True))  # fmt: skip
     for process in processes:
         _, err = process.communicate(timeout=240)
         assert process.returncode == 0, err[-3000:]
-    assert apart(alone["model"], alone["model"].with_name("machines")) < 1e-5
+    assert apart(alone["model"], alone["model"].with_name(f"machines-{config}")) < 1e-5
+    assert not list(tmp_path.rglob(".deepspeed_env")), "pdsh's, with the whole environment in it"
+
+
+def test_machines_that_find_other_weights_are_named(monkeypatch):
+    monkeypatch.setattr(processes_module, "gather_object", lambda own: [("a b", "node1"), ("a b", "node2"), *own])
+    processes_module.check_same(SimpleNamespace(num_processes=3), "rollouts", "a b")
+    with pytest.raises(InputError, match="rollouts: .* finds other ingredients .store a c.*first process .store a b"):
+        processes_module.check_same(SimpleNamespace(num_processes=3), "rollouts", "a c")
 
 
 def test_machines_need_one_run_folder(alone, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import ROOT, wait_for_steps, write_recipe
+from helpers import ROOT, wait_for_file, wait_for_steps, write_recipe
 
 SRUN = """#!/usr/bin/env bash
 shift  # --kill-on-bad-exit=1
@@ -69,6 +69,17 @@ def test_a_preempted_job_saves_is_queued_again_and_goes_on(tmp_path, slurm):
     assert "1 process(es)" in out and "continuing after step" in out
     assert steps(run) == list(range(1, 121)), "no step is lost and none is made twice"
     assert (stubs / "queued").read_text().split() == [slurm["SLURM_JOB_ID"]], "a finished run is not queued again"
+
+
+def test_a_job_whose_time_is_up_while_it_writes_rollouts_is_queued_again(tmp_path, slurm):
+    recipe, stubs = write_recipe(tmp_path), Path(slurm["STUBS"])
+    job = submit(recipe, slurm, "rollouts.batch_size=1", "rollouts.train_temperatures=[0.0, 0.3, 0.6, 1.0]")
+    wait_for_file(tmp_path / "runs" / "rollouts", "*/shard-00000", job)
+    signal_step(int((stubs / "task").read_text()), signal.SIGUSR1)
+    out, err = job.communicate(timeout=120)
+    assert job.returncode == 0 and "saved and not finished" in out, err[-3000:]
+    assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists(), "both processes left before training"
+    assert (stubs / "queued").read_text().split() == [slurm["SLURM_JOB_ID"]]
 
 
 def test_a_bad_recipe_and_a_failed_run_are_not_queued_again(tmp_path, slurm):

@@ -8,10 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, STEPS, call, finish, start, wait_for_steps, write_recipe
+from accelerate import Accelerator
+from helpers import ROOT, STEPS, call, finish, start, wait_for_file, wait_for_steps, write_recipe
 from safetensors.torch import load_file
 
+from draftkv.acceptance.replay import Replay
+from draftkv.distill.hooks import Evaluation, Trackers
+from draftkv.distill.stopping import Stopped, StopSignal
+from draftkv.drafter import load_drafter
+from draftkv.recipe import load_recipe
 from draftkv.rundir import lock
+from draftkv.teacher.rollouts import held_out_rows, load_rollouts
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +66,50 @@ def test_sigterm_saves_and_leaves_with_status_0(tmp_path, undisturbed):
     code, out, err = finish(recipe)
     assert code == 0 and "continuing after step" in out, err
     same_end(run, undisturbed)
+
+
+def test_sigterm_while_stores_are_written_leaves_with_status_0(tmp_path):
+    recipe, runs, prompts = write_recipe(tmp_path, steps=2), tmp_path / "runs", tmp_path / "many.jsonl"
+    lines = [{"text": f"number {i} of many " * 5, "row_id": f"m{i}"} for i in range(40)]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    words = [f"prompts.train.source={prompts}", "rollouts.train_temperatures=[0.0, 0.5, 1.0]", "rollouts.batch_size=4",
+             "signal.source=stored"]  # fmt: skip
+    kept = {}
+    for first in ("rollouts/*/shard-00000", "signals/*/shard-00000.json"):
+        process = start(recipe, *words)
+        wait_for_file(runs, first, process)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert "stopped by a signal" in out and "the same command continues" in out
+        assert not (runs / "run" / "metrics.jsonl").exists(), "it left before training"
+        kept |= {shard: shard.stat().st_mtime_ns for shard in runs.glob(first)}
+    code, out, err = finish(recipe, *words)
+    assert code == 0 and (runs / "run" / "done.json").exists(), err
+    assert all(shard.stat().st_mtime_ns == time for shard, time in kept.items()), "what was complete is kept"
+
+
+def test_an_evaluation_that_is_broken_off_records_nothing(undisturbed, monkeypatch):
+    recipe = load_recipe(undisturbed.parent.parent / "recipe.yaml", ["name=broken-off", "trackers=[]"])
+    rows, stop, replayed = held_out_rows(recipe, load_rollouts(recipe, "eval")), StopSignal(), []
+    drafter, vocab = load_drafter(str(undisturbed / "export"), None, recipe.target)
+    own = Replay.row
+
+    def row(self, model, row, policies):
+        replayed.append(row["row_id"])
+        stop.asked = True
+        return own(self, model, row, policies)
+
+    monkeypatch.setattr(Replay, "row", row)
+    accelerator = Accelerator(cpu=True)
+    evaluate = Evaluation(recipe, accelerator, rows, Trackers(recipe, accelerator), stop, vocab)
+    with pytest.raises(Stopped):
+        evaluate(drafter, 3)
+    assert len(replayed) == 1 < len(rows) and not evaluate.path.exists() and not evaluate.done(3)
+    stop.asked = False
+    monkeypatch.undo()
+    evaluate(drafter, 3)
+    assert evaluate.done(3)
 
 
 def test_second_run_does_nothing_and_a_changed_recipe_is_refused_by_key(undisturbed):
