@@ -51,7 +51,7 @@ def parser(description: str, recipe: str = "RECIPE") -> argparse.ArgumentParser:
 
 
 def recipe_from(args: argparse.Namespace) -> Recipe:
-    return load_recipe(args.recipe, args.overrides)
+    return load_recipe(args.recipe, args.overrides, runs_here=not args.plan)
 
 
 def run(main: Callable[[argparse.Namespace], None], arguments: argparse.ArgumentParser) -> None:

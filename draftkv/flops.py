@@ -18,9 +18,10 @@ from draftkv.cache.parallel import passes
 from draftkv.cache.policy import Policy
 from draftkv.distill.schedule import Item
 
-# Published dense bf16 peaks, by a part of the device's name; the first that fits counts.
+# Published dense bf16 peaks, by whole words of the device's name; the first that fits counts.
 PEAKS = {
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
+    "GB200": 2500e12, "B200": 2250e12, "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12, "H100 NVL": 835e12,
+    "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
     "RTX 4090": 165e12,
 }  # fmt: skip
 
@@ -74,16 +75,18 @@ def visible(policy: Policy, prompt_len: int, rows: int) -> int:
 def published_peak(device: torch.device) -> float | None:
     """FLOPs per second of a GPU in PEAKS (dense bf16); None for other devices."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    words = f" {name.replace('-', ' ')} "  # NVIDIA A100-SXM4-80GB
+    return next((peak for part, peak in PEAKS.items() if f" {part} " in words), None)
 
 
-def peak_flops(device: torch.device, size: int = 1024) -> tuple[float, str]:
+def peak_flops(device: torch.device) -> tuple[float, str]:
     """FLOPs per second that the device can reach, and where the number is from: published, else measured by the best
     of ten products of square matrices (fp32 on a CPU, on this process's threads)."""
     peak = published_peak(device)
     if peak is not None:
         return peak, "published"
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    # A small product on a GPU would measure its launch.
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     seconds = []

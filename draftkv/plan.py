@@ -87,7 +87,7 @@ def _stages(recipe: Recipe) -> list[str]:
     """The commands of the main job and what is there of each. States come from files; nothing is opened but JSON."""
     run = recipe.run_dir
     stores = sorted(Path(recipe.output).glob("rollouts/*/manifest.json"))
-    checkpoints = sorted(run.glob("checkpoints/*"))
+    checkpoints = sorted(p for p in run.glob("checkpoints/step-*") if (p / "state.json").is_file())
     records = run / "acceptance.jsonl"
     states = [
         ("engine", f"{recipe.engine.text} (rollouts and stored signals)"),
@@ -136,12 +136,14 @@ def _tokens(recipe: Recipe, processes: int) -> list[str]:
         rows = prompts * len(recipe.rollouts.train_temperatures)
         lines.append(f"rollouts: {rows:,} training rows, {rows * response:,} tokens written by the target")
         lines.append(f"epochs: {train.steps * train.rows / rows:.3g} ({train.steps:,} steps of {train.rows} rows)")
+    evaluations = {0, train.steps, *range(0, train.steps, recipe.eval.every),
+                   *range(0, train.steps, train.checkpoint_every)}  # fmt: skip
     accumulate = max(1, -(-train.rows // (train.micro_rows * processes)))
     lines += [
         f"step: {step:,} tokens = {train.rows} rows x ({prompt:,} prompt + {train.views_per_row} views x {response:,}),"
         f" in {accumulate} forward passes per process",
         f"supervised: {supervised:,} tokens a step, {supervised * train.steps:,} in {train.steps:,} steps",
-        f"evaluations: {1 + -(-train.steps // recipe.eval.every)} x {len(recipe.eval.policies)} policies"
+        f"evaluations: {len(evaluations)} x {len(recipe.eval.policies)} policies"
         f" x {len(recipe.rollouts.eval_temperatures)} temperatures, draft length {recipe.eval.draft_length}",
     ]
     return lines

@@ -5,6 +5,7 @@ forbidden. Every mistake becomes one line that names the key's path, what was gi
 misspelt key, the nearest valid one.
 """
 
+import itertools
 import random
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from draftkv.cache.backends.choice import chosen
@@ -161,8 +162,10 @@ class View(Section):
             given = getattr(self, name)
             if isinstance(given, list) and (len(given) != 2 or given[0] > given[1]):
                 raise ValueError(f"{name} {given}: a range is [low, high]")
-        for pick in (0, 1):
-            extreme = self.policy({n: v[pick] for n in self.ranges if isinstance(v := getattr(self, n), list)})
+        # Every corner: a high rho with a low budget may leave no room, where both lows and both highs do.
+        ranged = [n for n in self.ranges if isinstance(getattr(self, n), list)]
+        for corner in itertools.product(*(getattr(self, n) for n in ranged)):
+            extreme = self.policy(dict(zip(ranged, corner, strict=True)))
             if not extreme.is_parallel:
                 part = "oracle" if extreme.needs_answer else extreme.trigger.kind
                 raise ValueError(f"'{part}' looks at the run, so no training view shows it; triggers: never, every")
@@ -243,7 +246,7 @@ class Train(Section):
 
 
 class Eval(Section):
-    every: int = Field(50, ge=1, description="optimiser steps between evaluations")
+    every: int = Field(50, ge=1, description="optimiser steps between evaluations; checkpoints have one too")
     policies: list[Policy] = Field(min_length=1)
     draft_length: int = Field(7, ge=1, description="tokens drafted per block (K)")
     draft: Literal["sampled", "greedy"] = Field("sampled", description="draft at T > 0: sampled, or vLLM's greedy")
@@ -339,8 +342,11 @@ class Recipe(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: list[str] = (), runs_here: bool = True) -> Recipe:
     """Read a recipe file and apply dotted overrides.
+
+    Args:
+        runs_here: whether an attention backend that this machine lacks is refused.
 
     Raises:
         InputError: missing or malformed file, malformed override, a value that the schema refuses, or an architecture
@@ -361,7 +367,7 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     recipe = validate(plain, Recipe, str(path))
-    _honoured(recipe, str(path))
+    _honoured(recipe, str(path), runs_here)
     return recipe
 
 
@@ -372,11 +378,16 @@ def _override(tree: DictConfig, item: str) -> None:
         raise InputError(f"override '{item}': expected key.sub=value")
     try:
         OmegaConf.update(tree, key, yaml.safe_load(text), merge=False, force_add=True)
-    except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError, AssertionError, IndexError) as error:
+    except ConfigIndexError as error:
+        there = error.full_key.rpartition("[")[0]
+        count = len(OmegaConf.select(tree, there))
+        raise InputError(f"override '{item}': {there} has {count} entries, 0 to {count - 1}; to add one, give all of"
+                         f" them ({there}=[...])") from None  # fmt: skip
+    except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError, AssertionError) as error:
         raise InputError(f"override '{item}': {str(error).splitlines()[0]}") from error
 
 
-def _honoured(recipe: Recipe, where: str) -> None:
+def _honoured(recipe: Recipe, where: str, runs_here: bool) -> None:
     """Refuse an attention backend that cannot run on this machine, and what the drafter's architecture cannot do,
     where its configuration is on this machine or is known.
 
@@ -388,7 +399,8 @@ def _honoured(recipe: Recipe, where: str) -> None:
     name = recipe.drafter.model or recipe.target.model
     family = family_of(name)
     try:
-        recipe.backend()
+        if runs_here:
+            recipe.backend()
         if family is None:
             return
         check_family(family, name)

@@ -56,12 +56,19 @@ def _explain(error: ValidationError, schema: type[BaseModel]) -> str:
     if first["type"] == "missing":
         return f"{path}: this key is required"
     # A value that fits no member of a union has one error for each.
-    texts = dict.fromkeys(e["msg"] for e in errors if _walk(schema, e["loc"])[0] == keys)
+    texts = dict.fromkeys(_text(e) for e in errors if _walk(schema, e["loc"])[0] == keys)
     message = " or ".join(text.removeprefix("Value error, " if not i else "Input should be ")
                           for i, text in enumerate(texts))  # fmt: skip
     given = first["input"]
     shown = "" if isinstance(given, dict | list) or first["type"] == "value_error" else f" (given: {given!r:.80})"
     return f"{path}: {message}{shown}"
+
+
+def _text(error: Any) -> str:
+    """pydantic's message, without its parser's reasons and the names of our classes."""
+    if error["type"] in ("model_type", "dict_type"):
+        return "expected a section of keys"
+    return error["msg"].split(", unable to parse")[0]
 
 
 def _walk(schema: type[BaseModel], loc: tuple) -> tuple[list[str], list[type[BaseModel]]]:

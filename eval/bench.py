@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
@@ -74,9 +75,19 @@ def show(title: str, rows: list[Row]) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["_worker"]:
-        print(json.dumps(WORKERS[sys.argv[2]](**json.loads(sys.argv[3]))))
-        return
+    try:
+        if sys.argv[1:2] == ["_worker"]:
+            print(json.dumps(WORKERS[sys.argv[2]](**json.loads(sys.argv[3]))))
+            return
+        compare(parsed())
+    except (InputError, ValidationError) as error:
+        text = error.errors()[0]["msg"].removeprefix("Value error, ") if isinstance(error, ValidationError) else error
+        sys.stderr.write(f"error: {' '.join(str(text).split())}\n")
+        sys.exit(2)
+
+
+def parsed() -> argparse.Namespace:
+    """Raises: InputError for what would only show after measuring."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = arguments.add_subparsers(dest="bench", required=True)
     for name, bench in BENCHES.items():
@@ -84,10 +95,15 @@ def main() -> None:
         bench.options(options)
         options.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
     args = arguments.parse_args()
-    try:
-        rows = BENCHES[args.bench].rows(args)
-    except InputError as error:
-        arguments.exit(2, f"error: {error}\n")
+    if getattr(args, "device", "cpu") == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: no CUDA device here")
+    if args.json and not args.json.resolve().parent.is_dir():
+        raise InputError(f"--json {args.json}: there is no folder {args.json.parent}")
+    return args
+
+
+def compare(args: argparse.Namespace) -> None:
+    rows = BENCHES[args.bench].rows(args)
     show(BENCHES[args.bench].help, rows)
     if args.json:
         figures = {"bench": args.bench, "threads": torch.get_num_threads(), "rows": rows}

@@ -48,11 +48,11 @@ def compile_worker(part: str, tokens: list[int], model: str, vocab: int, repeats
     fast = torch.compile(step)
     plain, quick, starts = 0.0, 0.0, []
     for length in tokens:
-        plain += clock(lambda length=length: step(length), repeats)[1]
+        plain += clock(lambda length=length: step(length), repeats, device)[1]
         began = time.perf_counter()  # compilers run in processes of their own
         fast(length)
         starts.append(time.perf_counter() - began)
-        quick += clock(lambda length=length: fast(length), repeats)[1]
+        quick += clock(lambda length=length: fast(length), repeats, device)[1]
     compiled = torch._dynamo.utils.counters
     return {"row": {
         "part": part, "plain s": plain, "compiled s": quick, "ratio": quick / plain, "first s": starts[0],

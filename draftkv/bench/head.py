@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from draftkv.bench.measure import Row, measure, timed
 from draftkv.distill.head import distill_loss
 from draftkv.distill.losses import drafter_log_probs, target_log_probs, term_rows
-from draftkv.recipe import LossTerm
+from draftkv.recipe import LossName, LossTerm
 from draftkv.teacher.signals import Dense, Hidden
 
 
@@ -17,7 +18,7 @@ def head_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--rows", type=int, default=2048, help="supervised rows (2048)")
     options.add_argument("--width", type=int, default=576, help="hidden size (576)")
     options.add_argument("--vocab", type=int, nargs="+", default=[32768, 131072, 248320])
-    options.add_argument("--loss", default="forward_kl", help="a loss term's name (forward_kl)")
+    options.add_argument("--loss", default="forward_kl", choices=get_args(LossName))
     options.add_argument("--chunk", type=int, default=1024, help="as train.head_chunk (1024)")
     options.add_argument("--repeats", type=int, default=2, help="the best time counts (2)")
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from draftkv.errors import InputError
+
 Row = dict[str, Any]
 
 
@@ -22,9 +24,15 @@ class Bench(NamedTuple):
 
 
 def measure(worker: str, **settings: Any) -> Row:
-    """Run the script's WORKERS[worker](**settings) in a fresh process; it returns what `timed` does."""
+    """Run the script's WORKERS[worker](**settings) in a fresh process; it returns what `timed` does.
+
+    Raises:
+        InputError: what the worker found wrong with the settings.
+    """
     command = [sys.executable, sys.argv[0], "_worker", worker, json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 2:
+        raise InputError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
     if done.returncode:
         sys.exit(f"{worker} {settings}: status {done.returncode}\n{done.stderr.strip()[-2000:]}")
     return json.loads(done.stdout)
@@ -50,11 +58,14 @@ def timed(step: Callable[[], Any], repeats: int, device: str) -> Row:
     return {"seconds": min(seconds), "cpu_seconds": min(cpu_seconds), "peak_bytes": peak - before}
 
 
-def clock(call: Callable[[], Any], repeats: int) -> tuple[Any, float]:
-    """What a call returns, and the CPU seconds of the best of `repeats` calls."""
-    seconds = []
+def clock(call: Callable[[], Any], repeats: int, device: str = "cpu") -> tuple[Any, float]:
+    """What a call returns, and the seconds of the best of `repeats` calls: CPU time, on a GPU wall time to its end."""
+    cuda, seconds = device == "cuda", []
+    now = time.perf_counter if cuda else time.process_time
     for _ in range(repeats):
-        start = time.process_time()
+        start = now()
         result = call()
-        seconds.append(time.process_time() - start)
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(now() - start)
     return result, min(seconds)

@@ -4,7 +4,6 @@ import argparse
 import json
 import resource
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -129,21 +128,23 @@ class _Step:
         self.backend = chosen(attention, half)
         drafter.set_attn_implementation(ATTENTIONS[self.backend])
         vocab = drafter.config.get_text_config().vocab_size
-        self.student = Student(drafter.to(device).train(), [LossTerm(name="forward_kl")], vocab, 1024)
+        terms = [LossTerm(name="forward_kl")]
+        self.student = Student(drafter.to(device).train(), terms, vocab, 1024, autocast=half)
         self.optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-5)
-        self.device, self.half = device, half
+        self.device = device
 
     def __call__(self, passes: list[tuple[list[Item], tuple]]) -> None:
         for items, (batch, index, signal, lengths, weights) in passes:
-            with torch.autocast(self.device, torch.bfloat16) if self.half else nullcontext():
-                loss = self.student(batch, index, signal, lengths, weights).total
+            loss = self.student(batch, index, signal, lengths, weights).total
             (loss / sum(item.weight for item in items)).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
 
 def _rate(step: _Step, items: list[Item], fed: int, seconds: float) -> Row:
+    """Args: seconds: wall time on a GPU; CPU time of all threads on a CPU, so that other users do not count."""
     peak, source = peak_flops(torch.device(step.device))
+    seconds /= 1 if step.device == "cuda" else torch.get_num_threads()
     reached = step.student.flops.training(items) / seconds
     return {"tokens/s": fed / seconds, "GFLOP/s": reached / 1e9, "peak GFLOP/s": peak / 1e9, "MFU": reached / peak,
             "peak": source}  # fmt: skip

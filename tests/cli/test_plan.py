@@ -102,6 +102,12 @@ def test_an_unknown_model_is_said_to_be_unknown():
     assert "give a folder with its config.json" in text
 
 
+def test_evaluations_are_counted_as_the_run_makes_them():
+    """At the start, the end, every `eval.every` steps, and at every checkpoint."""
+    words = ["train.steps=100", "eval.every=50", "train.checkpoint_every=30"]
+    assert "evaluations: 6 x" in plan(load_recipe(QUICK, words)), "0, 30, 50, 60, 90, 100"
+
+
 def test_limits_and_states_are_reported(tmp_path):
     recipe = load_recipe(QUICK, [f"output={tmp_path}", "prompts.max_prompt_tokens=9000"])
     assert "longer than the target's limit of 8,192" in plan(recipe)
@@ -109,7 +115,10 @@ def test_limits_and_states_are_reported(tmp_path):
     assert "distill    absent" in plan(recipe)
     (recipe.run_dir / "export").mkdir(parents=True)
     (recipe.run_dir / "export/config.json").write_text("{}")
-    (recipe.run_dir / "checkpoints/step-000020").mkdir(parents=True)
+    for folder in ("step-000020", "step-000040", "best", ".step-000060"):  # one complete, one not, and others
+        (recipe.run_dir / "checkpoints" / folder).mkdir(parents=True)
+    (recipe.run_dir / "checkpoints/step-000020/state.json").write_text("{}")
+    (recipe.run_dir / "checkpoints/.step-000060/state.json").write_text("{}")
     (recipe.run_dir / "acceptance.jsonl").write_text("{}\n{}\n")
     text = plan(recipe)
     assert "would resume from step-000020" in text and "acceptance 2 records" in text and "export     done" in text

@@ -1,6 +1,8 @@
 """What a mistake in a recipe gets: one line that names the key's path. `test_bad_input.py` runs the commands."""
 
+import importlib
 import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,9 @@ BAD = [
     (["views.1.budget=lots"], "views.1.budget: Input should be a valid list or .*integer.* (given: 'lots')"),
     (["eval.policies.1.budget=[1]"], "eval.policies.1.budget: Input should be a valid integer or "),
     (["train.trainable=['a(']"], "train.trainable: 'a.' is not a regular expression"),
-    (["train=3"], "train: .*valid dictionary"),
+    (["train=3"], "train: expected a section of keys (given: 3)"),
+    (["eval.policies.1.budget=abc"], "eval.policies.1.budget: Input should be a valid integer or a valid number"),
+    (["eval.policies.9.budget=100"], "eval.policies has 5 entries, 0 to 4; to add one, give all of them"),
     (["eval.policies=full"], "eval.policies: .*valid list"),
     (["target.dtype=int8"], "target.dtype: .*'float32' or 'bfloat16'.*(given: 'int8')"),
     (["loss.0.name=kl"], "loss.0.name: .*'forward_kl'"),
@@ -136,25 +140,27 @@ def copy_of_quick(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("installed", "capability", "overrides", "means"), [
-    # installed packages, the GPU's compute capability, overrides, the backend or why there is none
-    ([], None, [], "sdpa"),
-    ([], (9, 0), ["train.precision=bf16"], "sdpa"),
-    (["flash_attn"], None, ["train.precision=bf16"], "sdpa"),
-    (["flash_attn"], (7, 5), ["train.precision=bf16"], "sdpa"),
-    (["flash_attn"], (9, 0), ["train.precision=bf16"], "flash"),
-    (["flash_attn"], (9, 0), ["train.precision='no'", "eval.precision=bf16"], "flash"),
-    (["flash_attn"], (9, 0), ["train.precision='no'", "eval.precision='no'"], "sdpa"),
-    (["flash_attn"], (9, 0), ["train.precision=bf16", "drafter.attention=sdpa"], "sdpa"),
-    (["flash_attn"], (9, 0), ["train.precision=bf16", "drafter.attention=flex"], "flex"),
-    ([], (9, 0), ["drafter.attention=flash"], "'flash' is not installed (package flash_attn); 'auto' takes what"),
-    (["flash_attn"], None, ["drafter.attention=flash"], "'flash' needs a CUDA device; 'auto' takes what"),
-    (["flash_attn"], (7, 5), ["drafter.attention=flash"], "'flash' needs a CUDA device of compute capability 8.0"),
-    (["flash_attn"], (9, 0), ["drafter.attention=flash", "train.precision='no'", "eval.precision='no'"],
+    # flash-attn's version, the GPU's compute capability, overrides, the backend or why there is none
+    (None, None, [], "sdpa"),
+    (None, (9, 0), ["train.precision=bf16"], "sdpa"),
+    ("2.8.3", None, ["train.precision=bf16"], "sdpa"),
+    ("2.8.3", (7, 5), ["train.precision=bf16"], "sdpa"),
+    ("2.8.3", (9, 0), ["train.precision=bf16"], "flash"),
+    ("2.8.3", (9, 0), ["train.precision='no'", "eval.precision=bf16"], "flash"),
+    ("2.8.3", (9, 0), ["train.precision='no'", "eval.precision='no'"], "sdpa"),
+    ("2.8.3", (9, 0), ["train.precision=bf16", "drafter.attention=sdpa"], "sdpa"),
+    ("2.8.3", (9, 0), ["train.precision=bf16", "drafter.attention=flex"], "flex"),
+    (None, (9, 0), ["drafter.attention=flash"], "'flash' is not installed (package flash-attn); 'auto' takes what"),
+    ("2.7.4.post1", (9, 0), ["train.precision=bf16"], "sdpa"),
+    ("2.7.4.post1", (9, 0), ["drafter.attention=flash"], "'flash' needs flash-attn 2.8 or newer, here is 2.7.4.post1"),
+    ("2.8.3", None, ["drafter.attention=flash"], "'flash' needs a CUDA device; 'auto' takes what"),
+    ("2.8.3", (7, 5), ["drafter.attention=flash"], "'flash' needs a CUDA device of compute capability 8.0"),
+    ("2.8.3", (9, 0), ["drafter.attention=flash", "train.precision='no'", "eval.precision='no'"],
      "'flash' needs half precision; set train.precision or eval.precision to bf16"),
-    ([], None, ["drafter.attention=flex"], "'flex' needs a CUDA device; 'auto' takes what"),
+    (None, None, ["drafter.attention=flex"], "'flex' needs a CUDA device; 'auto' takes what"),
 ])
 def test_the_attention_backend_is_what_is_installed(installed, capability, overrides, means, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
+    with_flash_attn(monkeypatch, installed)
     monkeypatch.setattr("torch.cuda.is_available", lambda: capability is not None)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     if means in ("sdpa", "flash", "flex"):
@@ -163,6 +169,46 @@ def test_the_attention_backend_is_what_is_installed(installed, capability, overr
     with pytest.raises(InputError, match="example.yaml: drafter.attention: " + re.escape(means)) as caught:
         load_recipe(QUICK, overrides)
     assert "\n" not in str(caught.value)
+
+
+def with_flash_attn(monkeypatch, version, error=None):
+    """As if flash-attn were installed in this version (None: not at all), and its kernels could be loaded or not."""
+    own_version, own_import = metadata.version, importlib.import_module
+
+    def version_of(name):
+        if name == "flash-attn" and version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version if name == "flash-attn" else own_version(name)
+
+    def import_module(name, package=None):
+        if not name.startswith("flash_attn"):
+            return own_import(name, package)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr("importlib.metadata.version", version_of)
+    monkeypatch.setattr("importlib.import_module", import_module)
+
+
+def test_kernels_that_cannot_be_loaded_are_not_taken(monkeypatch):
+    with_flash_attn(monkeypatch, "2.8.3", ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c10"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    assert load_recipe(QUICK, ["train.precision=bf16"]).backend() == "sdpa"
+    with pytest.raises(InputError, match="'flash' cannot be loaded: flash_attn_2_cuda.so: undefined symbol.*'auto'"):
+        load_recipe(QUICK, ["drafter.attention=flash"])
+
+
+def test_a_plan_does_not_need_the_backend(monkeypatch):
+    """Plans are made where there is no GPU, before one is rented."""
+    assert load_recipe(QUICK, ["drafter.attention=flash", "train.precision=bf16"], runs_here=False)
+
+
+def test_every_corner_of_a_views_ranges_is_checked():
+    """Both lows and both highs leave room for a block; the low budget with the high rho does not."""
+    view = "{policy: rift_stat_block, budget: [80, 144], rho: [0.25, 0.75], sinks: 4}"
+    with pytest.raises(InputError, match="views.1: .*leave no room"):
+        load_recipe(QUICK, [f"views=[full, {view}]"])
 
 
 def test_an_override_takes_the_place_of_what_was_there():

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from draftkv.cache.policy import Policy
 from draftkv.distill.schedule import Item
-from draftkv.flops import Flops, peak_flops, visible
+from draftkv.flops import Flops, peak_flops, published_peak, visible
 from draftkv.rehearsal import tiny_model
 
 
@@ -53,7 +53,11 @@ def test_views_share_a_prompt_or_repeat_it():
 
 
 def test_the_peak_is_measured_or_published(monkeypatch):
-    peak, source = peak_flops(torch.device("cpu"), size=128)
+    peak, source = peak_flops(torch.device("cpu"))
     assert peak > 1e8 and source == "measured"
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 PCIe")
-    assert peak_flops(torch.device("cuda")) == (756e12, "published")
+    for name, peak in (("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA L40", 181e12),
+                       ("NVIDIA L40S", 362e12), ("NVIDIA A100-SXM4-80GB", 312e12)):  # fmt: skip
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda device, name=name: name)
+        assert peak_flops(torch.device("cuda")) == (peak, "published")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H20")
+    assert published_peak(torch.device("cuda")) is None, "no part of another name"

@@ -1,4 +1,4 @@
-"""Which backend computes attention under a cache policy. Loads no kernel.
+"""Which backend computes attention under a cache policy. Loads a kernel only to see whether it can be.
 
 A backend is a module of this package with one function
 
@@ -13,7 +13,7 @@ precision; fp32 passes of the same model (evaluation without autocast) take sdpa
 backward on the CPU. `auto` is flash where it can run, else sdpa.
 """
 
-import importlib.util
+import importlib
 from importlib import metadata
 
 import torch
@@ -22,7 +22,7 @@ from draftkv.errors import InputError
 
 # Names under which transformers knows them. None may contain "flash": transformers would take it for its own.
 ATTENTIONS = {"sdpa": "draftkv", "flash": "draftkv_fa2", "flex": "draftkv_flex"}
-FLASH_CAPABILITY = (8, 0)  # flash-attn 2 needs Ampere or newer
+FLASH_CAPABILITY, FLASH_VERSION = (8, 0), (2, 8)  # Ampere or newer
 
 
 def chosen(asked: str, half: bool = True) -> str:
@@ -48,12 +48,22 @@ def _missing(backend: str) -> str | None:
     """Why a backend cannot run on this machine; None: it can."""
     if backend == "sdpa":
         return None
-    if backend == "flash" and importlib.util.find_spec("flash_attn") is None:
-        return "is not installed (package flash_attn)"
+    if backend == "flash":
+        try:
+            version = metadata.version("flash-attn")
+        except metadata.PackageNotFoundError:
+            return "is not installed (package flash-attn)"
+        if tuple(map(int, version.split(".")[:2])) < FLASH_VERSION:
+            return f"needs flash-attn {'.'.join(map(str, FLASH_VERSION))} or newer, here is {version}"
     if not torch.cuda.is_available():
         return "needs a CUDA device"
-    if backend == "flash" and torch.cuda.get_device_capability() < FLASH_CAPABILITY:
-        return "needs a CUDA device of compute capability 8.0 or newer"
+    if backend == "flash":
+        if torch.cuda.get_device_capability() < FLASH_CAPABILITY:
+            return "needs a CUDA device of compute capability 8.0 or newer"
+        try:
+            importlib.import_module("flash_attn.flash_attn_interface")
+        except Exception as error:  # built for another torch: an undefined symbol, as a rule
+            return f"cannot be loaded: {' '.join(str(error).split())[:150]}"
     return None
 
 
