@@ -91,7 +91,7 @@ def masks_worker(
             hidden = model(ids, use_cache=False, **extra).last_hidden_state[0, prompt:]
             loss = (hidden * direction).sum()
             loss.backward()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
 
         return step
 

@@ -87,7 +87,7 @@ def views_worker(
                 ).last_hidden_state[0]
                 loss = sum((hidden[s.start : s.stop] * target).square().mean() for s in batch.view.rows[0].segments)
                 loss.backward()
-                total += float(loss)
+                total += float(loss.detach())
             return total
 
         return step

@@ -4,12 +4,10 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import call
 
 from draftkv import models
 from draftkv.errors import InputError
@@ -17,7 +15,6 @@ from draftkv.recipe import Recipe
 from draftkv.teacher import rollouts
 from draftkv.teacher.engine import Engine, Request, batches, choose, repeated_share, stop_ids
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ["the user", "def function(argument): return argument and this and that", "that and this", "speak of", "a b c"]
 
 
@@ -250,18 +247,18 @@ def test_short_responses_stay_in_the_store_and_are_counted(recipe, monkeypatch, 
     assert len(store.dataset) == 10 and len(store.rows()) == 5
 
 
-def test_the_command(recipe, tmp_path):
+def test_the_command(recipe, tmp_path, monkeypatch, capsys):
     file = tmp_path / "recipe.yaml"
     file.write_text(recipe().as_yaml())
 
-    def run(*words: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, str(ROOT / "data" / "rollouts.py"), str(file), *words]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
 
-    done = run("--show", "1")
-    assert done.returncode == 0, done.stderr
-    assert "the target's response" in done.stdout and "tokens/s" in done.stdout and done.stderr == ""
-    planned = run("--plan", "target.model=/absent", "prompts.train.limit=3")
-    assert planned.returncode == 0 and "up to 6 responses, 72 tokens" in planned.stdout
-    failed = run("prompts.train.source=absent.jsonl")
-    assert failed.returncode == 2 and failed.stderr == "error: absent.jsonl: no such file\n"
+    def run(*words: str) -> tuple[int, str, str]:
+        return call("data/rollouts.py", file, *words), *capsys.readouterr()
+
+    status, out, err = run("--show", "1")
+    assert status == 0 and "the target's response" in out and "tokens/s" in out and err == ""
+    status, out, _ = run("--plan", "target.model=/absent", "prompts.train.limit=3")
+    assert status == 0 and "up to 6 responses, 72 tokens" in out
+    status, _, err = run("prompts.train.source=absent.jsonl")
+    assert status == 2 and err == "error: absent.jsonl: no such file\n"

@@ -3,13 +3,11 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
-from helpers import ROOT, STEPS, call, finish, start, wait_for_file, wait_for_steps, write_recipe
+from helpers import STEPS, call, finish, start, wait_for_file, wait_for_steps, write_recipe
 from safetensors.torch import load_file
 
 from draftkv.acceptance.replay import Replay
@@ -29,6 +27,12 @@ def undisturbed(tmp_path_factory) -> Path:
     return folder / "runs" / "run"
 
 
+def go_on(capsys, recipe: Path, *overrides: str) -> tuple[int, str, str]:
+    """As `finish`, in this process."""
+    capsys.readouterr()
+    return call("train/distill.py", recipe, *overrides), *capsys.readouterr()
+
+
 def weights(run: Path) -> dict:
     return load_file(run / "export" / "model.safetensors")
 
@@ -42,20 +46,20 @@ def same_end(run: Path, other: Path) -> None:
         assert {k: v for k, v in x.items() if k != "wall_s"} == {k: v for k, v in y.items() if k != "wall_s"}
 
 
-def test_killed_and_resumed_equals_undisturbed(tmp_path, undisturbed):
+def test_killed_and_resumed_equals_undisturbed(tmp_path, undisturbed, capsys):
     recipe, run = write_recipe(tmp_path), tmp_path / "runs" / "run"
     process = start(recipe)
     wait_for_steps(run, 9, process)
     process.kill()
     process.communicate()
     assert not (run / "done.json").exists()
-    code, out, err = finish(recipe)
+    code, out, err = go_on(capsys, recipe)
     assert code == 0, err
     assert "continuing after step 7" in out
     same_end(run, undisturbed)
 
 
-def test_sigterm_saves_and_leaves_with_status_0(tmp_path, undisturbed):
+def test_sigterm_saves_and_leaves_with_status_0(tmp_path, undisturbed, capsys):
     recipe, run = write_recipe(tmp_path), tmp_path / "runs" / "run"
     process = start(recipe)
     wait_for_steps(run, 3, process)
@@ -63,12 +67,12 @@ def test_sigterm_saves_and_leaves_with_status_0(tmp_path, undisturbed):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "the same command continues" in out
-    code, out, err = finish(recipe)
+    code, out, err = go_on(capsys, recipe)
     assert code == 0 and "continuing after step" in out, err
     same_end(run, undisturbed)
 
 
-def test_sigterm_while_stores_are_written_leaves_with_status_0(tmp_path):
+def test_sigterm_while_stores_are_written_leaves_with_status_0(tmp_path, capsys):
     recipe, runs, prompts = write_recipe(tmp_path, steps=2), tmp_path / "runs", tmp_path / "many.jsonl"
     lines = [{"text": f"number {i} of many " * 5, "row_id": f"m{i}"} for i in range(40)]
     prompts.write_text("\n".join(map(json.dumps, lines)))
@@ -84,7 +88,7 @@ def test_sigterm_while_stores_are_written_leaves_with_status_0(tmp_path):
         assert "stopped by a signal" in out and "the same command continues" in out
         assert not (runs / "run" / "metrics.jsonl").exists(), "it left before training"
         kept |= {shard: shard.stat().st_mtime_ns for shard in runs.glob(first)}
-    code, out, err = finish(recipe, *words)
+    code, out, err = go_on(capsys, recipe, *words)
     assert code == 0 and (runs / "run" / "done.json").exists(), err
     assert all(shard.stat().st_mtime_ns == time for shard, time in kept.items()), "what was complete is kept"
 
@@ -112,18 +116,18 @@ def test_an_evaluation_that_is_broken_off_records_nothing(undisturbed, monkeypat
     assert evaluate.done(3)
 
 
-def test_second_run_does_nothing_and_a_changed_recipe_is_refused_by_key(undisturbed):
+def test_second_run_does_nothing_and_a_changed_recipe_is_refused_by_key(undisturbed, capsys):
     recipe = undisturbed.parent.parent / "recipe.yaml"
     before = (undisturbed / "metrics.jsonl").read_bytes()
-    code, out, _ = finish(recipe)
+    code, out, _ = go_on(capsys, recipe)
     assert code == 0 and "nothing to do" in out
-    code, _, err = finish(recipe, "train.lr=0.5")
+    code, _, err = go_on(capsys, recipe, "train.lr=0.5")
     assert code == 2 and "train.lr was 0.001" in err and "0.5 now" in err and "Traceback" not in err
     assert len(err.strip().splitlines()) == 1
     assert (undisturbed / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_half_written_checkpoint_is_ignored(tmp_path, undisturbed):
+def test_a_half_written_checkpoint_is_ignored(tmp_path, undisturbed, capsys):
     recipe, run = write_recipe(tmp_path), tmp_path / "runs" / "run"
     process = start(recipe)
     wait_for_steps(run, 9, process)
@@ -132,7 +136,7 @@ def test_a_half_written_checkpoint_is_ignored(tmp_path, undisturbed):
     half = run / "checkpoints" / "step-000014"
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
-    code, out, err = finish(recipe)
+    code, out, err = go_on(capsys, recipe)
     assert code == 0 and "continuing after step 7" in out, err
     same_end(run, undisturbed)
 
@@ -180,10 +184,9 @@ def test_export_is_complete_and_loads_anywhere(undisturbed):
     assert json.loads((folder / "draft_cache.json").read_text())["policy"]["budget"] == 8
 
 
-def test_native_window_export(undisturbed):
-    script = [sys.executable, str(ROOT / "train" / "export.py"), str(undisturbed.parent.parent / "recipe.yaml")]
-    done = subprocess.run([*script, "--native-window"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_native_window_export(undisturbed, capsys):
+    recipe = undisturbed.parent.parent / "recipe.yaml"
+    assert call("train/export.py", recipe, "--native-window") == 0, capsys.readouterr().err
     native = undisturbed / "export-native-window"
     config = json.loads((native / "config.json").read_text())
     assert set(config["layer_types"]) == {"sliding_attention"} and config["sliding_window"] == 9
