@@ -1,5 +1,6 @@
 """Every backend of the attention kernel equals SDPA, in value and gradient, where it can run."""
 
+import random
 import sys
 import types
 
@@ -8,7 +9,7 @@ import torch
 from matrix import ARCHITECTURES, ONE_SHOT, PROMPT, RESPONSE, TOLERANCE, cached_logits, fresh, model, policy, tokens
 
 from draftkv.cache.attention import KERNELS
-from draftkv.cache.backends import flash
+from draftkv.cache.backends import flash, flex
 from draftkv.cache.backends.choice import ATTENTIONS
 from draftkv.cache.backends.sdpa import ROW_CHUNK
 from draftkv.cache.parallel import single
@@ -90,6 +91,25 @@ def test_flex_equals_sdpa(shape, with_sinks):
         for backend in ("flex", "sdpa")
     )
     assert got.shape == want.shape and torch.allclose(got, want, atol=2e-6)
+
+
+def test_flex_is_compiled_for_a_handful_of_cases_whatever_the_lengths(monkeypatch):
+    """Past torch's own limit of eight it would run unfused, with all scores in memory, and hardly say so."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(flex, "flex_attention", flex.compiled("eager"))
+    generator, graphs = random.Random(0), torch._dynamo.utils.counters["stats"]
+    for step in range(20):
+        prompt, rows = generator.randint(20, 1500), (1, 2, *map(generator.randint, (70, 300), (99, 329)))[step % 4]
+        with torch.set_grad_enabled(step % 3 != 2):  # training and evaluation
+            for shape in ((4, 2, 16, prompt, 0, 0, None), (4, 2, 16, rows, 30, 200, 100)):
+                tensors, _, (first, window, scale) = inputs(shape, torch.float32)
+                query, *entries = (x.detach() for x in tensors)
+                flex.attend(query, tuple(entries[2:]) or None, tuple(entries[:2]), first, window, scale)
+        found = graphs["unique_graphs"]
+        if step == 16:
+            early = found
+    assert 8 < found == early, "it settles"
+    torch._dynamo.reset()
 
 
 def test_merged_gradients_against_finite_differences():
