@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from draftkv.bench.measure import Row, measure, timed
-from draftkv.distill.head import distill_loss
+from draftkv.distill.head import chunk_rows, distill_loss
 from draftkv.distill.losses import drafter_log_probs, target_log_probs, term_rows
 from draftkv.recipe import LossName, LossTerm
 from draftkv.teacher.signals import Dense, Hidden
@@ -19,7 +19,7 @@ def head_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--width", type=int, default=576, help="hidden size (576)")
     options.add_argument("--vocab", type=int, nargs="+", default=[32768, 131072, 248320])
     options.add_argument("--loss", default="forward_kl", choices=get_args(LossName))
-    options.add_argument("--chunk", type=int, default=1024, help="as train.head_chunk (1024)")
+    options.add_argument("--chunk", type=int, nargs="+", default=[1024, 64], help="as train.head_chunk (1024 64)")
     options.add_argument("--repeats", type=int, default=2, help="the best time counts (2)")
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
 
@@ -28,22 +28,25 @@ def head_rows(args: argparse.Namespace) -> list[Row]:
     result = []
     for vocab in args.vocab:
         shared = {name: getattr(args, name) for name in ("rows", "width", "loss")} | {"vocab": vocab}
-        settings = shared | {name: getattr(args, name) for name in ("chunk", "repeats", "device")}
-        plain, chunked = (measure("head", version=version, **settings) for version in ("plain", "chunked"))
-        result.append(shared | {
-            "plain GiB": plain["peak_bytes"] / 2**30, "chunked GiB": chunked["peak_bytes"] / 2**30,
-            "memory ratio": chunked["peak_bytes"] / max(1, plain["peak_bytes"]),  # tiny sizes fit what was held
-            "plain s": plain["seconds"], "chunked s": chunked["seconds"],
-            "time ratio": chunked["seconds"] / plain["seconds"],
-            "CPU time ratio": chunked["cpu_seconds"] / plain["cpu_seconds"],
-        })
+        settings = shared | {name: getattr(args, name) for name in ("repeats", "device")}
+        plain = measure("head", chunk=None, **settings)
+        for chunk in args.chunk:
+            chunked = measure("head", chunk=chunk, **settings)
+            result.append(shared | {
+                "chunk": chunk_rows(chunk, vocab),
+                "plain GiB": plain["peak_bytes"] / 2**30, "chunked GiB": chunked["peak_bytes"] / 2**30,
+                "memory ratio": chunked["peak_bytes"] / max(1, plain["peak_bytes"]),  # tiny sizes fit what was held
+                "plain s": plain["seconds"], "chunked s": chunked["seconds"],
+                "time ratio": chunked["seconds"] / plain["seconds"],
+                "CPU time ratio": chunked["cpu_seconds"] / plain["cpu_seconds"],
+            })
     return result
 
 
 def head_worker(
-    version: str, rows: int, width: int, vocab: int, loss: str, chunk: int, repeats: int, device: str
+    chunk: int | None, rows: int, width: int, vocab: int, loss: str, repeats: int, device: str
 ) -> Row:
-    """Loss and gradients of one version. The inputs (weights, hidden states) are not counted, the gradients are."""
+    """Loss and gradients, by chunks or (None) plain. Weights and hidden states are not counted, gradients are."""
     torch.manual_seed(0)
     term = LossTerm(name=loss)
 
@@ -58,7 +61,7 @@ def head_worker(
 
         def step() -> None:
             hidden.grad = weight.grad = None
-            if version == "chunked":
+            if chunk is not None:
                 distill_loss([term], hidden, weight, teacher, lengths, chunk).total.backward()
             else:
                 plain_loss(term, hidden @ weight.t(), teacher.hidden @ teacher.weight.t(), lengths).backward()
