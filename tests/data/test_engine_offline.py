@@ -16,6 +16,7 @@ from draftkv.recipe import load_recipe
 from draftkv.teacher.engine import Request
 from draftkv.teacher.engines import open_engine
 from draftkv.teacher.engines.offline import Offline
+from draftkv.teacher.engines.serve import engine_environment
 from draftkv.teacher.rollouts import load_rollouts
 
 BASE = ["target.dtype=float32", "rollouts.train_temperatures=[0.0, 1.0]", "rollouts.batch_size=8", "signal.k=8"]
@@ -153,3 +154,12 @@ def test_no_environment_is_one_line_of_advice(build):
     told = "/absent/python: no such Python.*launch/engine_env.sh"
     with open_engine(build("engine.python=/absent/python")[2]) as engine, pytest.raises(InputError, match=told):
         engine.write([Request([5, 6], 0.0, 1)], 4)
+
+
+def test_an_engine_started_by_a_rank_is_none_itself(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "ACCELERATE_USE_FSDP"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "9")
+    given = engine_environment()
+    assert not [name for name in given if name.startswith(("RANK", "WORLD", "MASTER", "TORCHELASTIC", "ACCELERATE"))]
+    assert given["VLLM_CPU_KVCACHE_SPACE"] == "9" and "PATH" in given

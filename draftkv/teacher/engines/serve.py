@@ -49,10 +49,12 @@ def engine_python(recipe: Recipe) -> str:
 
 
 def engine_environment() -> dict[str, str]:
-    """Variables for a process of the engine's environment: nothing that would lead its imports into ours, no usage
-    statistics sent out, and on a CPU a cache of 2 GiB unless another size is given."""
+    """Variables for a process of the engine's environment: nothing that would lead its imports into ours or make it a
+    rank of this launch, no usage statistics sent out, and on a CPU a cache of 2 GiB unless another size is given."""
+    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP", "RANK", "WORLD_SIZE", "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
     own = {name: value for name, value in os.environ.items()
-           if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")}
+           if name not in ours and not name.startswith(("TORCHELASTIC_", "ACCELERATE_"))}
     return {"VLLM_NO_USAGE_STATS": "1", **({} if torch.cuda.is_available() else {"VLLM_CPU_KVCACHE_SPACE": "2"}), **own}
 
 
