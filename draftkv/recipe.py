@@ -229,7 +229,7 @@ class Train(Section):
     gradient_checkpointing: bool = False
     initial_share: float = Field(0.0, ge=0, lt=1, description="initial weights in what is evaluated and kept")
     trainable: list[str] | None = Field(None, description="regular expressions of parameter names; null: all")
-    head_chunk: int = Field(1024, ge=1, description="most rows of vocabulary logits held at once (128 MiB at most)")
+    head_chunk: int = Field(64, ge=1, description="most rows of vocabulary logits held at once (128 MiB at most)")
     checkpoint_every: int = Field(50, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
     max_bad_steps: int = Field(5, ge=1, description="non-finite steps in a row before the run stops")

@@ -19,7 +19,7 @@ def head_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--width", type=int, default=576, help="hidden size (576)")
     options.add_argument("--vocab", type=int, nargs="+", default=[32768, 131072, 248320])
     options.add_argument("--loss", default="forward_kl", choices=get_args(LossName))
-    options.add_argument("--chunk", type=int, nargs="+", default=[1024, 64], help="as train.head_chunk (1024 64)")
+    options.add_argument("--chunk", type=int, nargs="+", default=[64, 1024], help="as train.head_chunk (64 1024)")
     options.add_argument("--repeats", type=int, default=2, help="the best time counts (2)")
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
 

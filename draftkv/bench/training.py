@@ -18,7 +18,7 @@ from draftkv.distill.student import Student, build_batch, supervised_rows
 from draftkv.errors import InputError
 from draftkv.flops import peak_flops
 from draftkv.models import load_model
-from draftkv.recipe import LossTerm, Recipe
+from draftkv.recipe import LossTerm, Recipe, Train
 from draftkv.rehearsal import ARCHITECTURES, tiny_model
 from draftkv.shapes import KNOWN
 from draftkv.teacher.signal_store import SHARD_ROWS, SignalPlan, StoredTeacher, write_shard
@@ -129,7 +129,7 @@ class _Step:
         drafter.set_attn_implementation(ATTENTIONS[self.backend])
         vocab = drafter.config.get_text_config().vocab_size
         terms = [LossTerm(name="forward_kl")]
-        self.student = Student(drafter.to(device).train(), terms, vocab, 1024, autocast=half)
+        self.student = Student(drafter.to(device).train(), terms, vocab, Train().head_chunk, autocast=half)
         self.optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-5)
         self.device = device
 

@@ -40,7 +40,7 @@ from draftkv.distill.losses import (
 from draftkv.recipe import LossTerm
 from draftkv.teacher.signals import Dense, Signal, TopK, fp32_slices, head_logits
 
-# A chunk's fp32 logits stay within this size: chunks of 1024 rows at a vocabulary of 32,768, of 135 rows at 248,320.
+# A chunk's fp32 logits stay within this size, whatever `train.head_chunk` says: 135 rows at a vocabulary of 248,320.
 CHUNK_BYTES = 128 << 20
 
 
@@ -55,7 +55,7 @@ def distill_loss(
     weight: Tensor,
     signal: Signal,
     lengths: Sequence[int],
-    chunk: int = 1024,
+    chunk: int = 64,
     vocab: int | None = None,
     weights: Sequence[float] | None = None,
 ) -> HeadLoss:
