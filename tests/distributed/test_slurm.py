@@ -53,9 +53,9 @@ def steps(run: Path) -> list[int]:
 
 
 def test_a_preempted_job_saves_is_queued_again_and_goes_on(tmp_path, slurm):
-    recipe = write_recipe(tmp_path, steps=120, checkpoint_every=120)
+    recipe = write_recipe(tmp_path, steps=60, checkpoint_every=60)
     run, stubs = tmp_path / "runs" / "run", Path(slurm["STUBS"])
-    job = submit(recipe, slurm, "eval.every=120")
+    job = submit(recipe, slurm, "eval.every=60")
     wait_for_steps(run, 3, job)
     for name in (signal.SIGUSR1, signal.SIGTERM):  # its time is nearly up, and the machine is taken
         signal_step(int((stubs / "task").read_text()), name)
@@ -64,10 +64,10 @@ def test_a_preempted_job_saves_is_queued_again_and_goes_on(tmp_path, slurm):
     assert "saved and not finished" in out and not (run / "done.json").exists()
     assert "2 process(es)" in out
     slurm["SLURM_GPUS_ON_NODE"] = "1"  # another machine
-    out, err = (job := submit(recipe, slurm, "eval.every=120")).communicate(timeout=180)
+    out, err = (job := submit(recipe, slurm, "eval.every=60")).communicate(timeout=180)
     assert job.returncode == 0 and (run / "done.json").exists(), err[-3000:]
     assert "1 process(es)" in out and "continuing after step" in out
-    assert steps(run) == list(range(1, 121)), "no step is lost and none is made twice"
+    assert steps(run) == list(range(1, 61)), "no step is lost and none is made twice"
     assert (stubs / "queued").read_text().split() == [slurm["SLURM_JOB_ID"]], "a finished run is not queued again"
 
 
