@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from draftkv.cache.backends.choice import chosen
 from draftkv.cache.policy import PRESETS, Policy
 from draftkv.errors import InputError
+from draftkv.serving import Engine
 from draftkv.settings import Section, validate
 
 
@@ -73,63 +74,6 @@ class Rollouts(Section):
         if not value or min(value) < 0:
             raise ValueError("needs at least one temperature, none below 0")
         return value
-
-
-class Engine(Section):
-    """What runs the target for rollouts and stored signals. See `draftkv.teacher.engines`."""
-
-    kind: Literal["transformers", "server", "offline"] = Field(
-        "transformers", description="in this process; a served vLLM; vLLM in a process of its own environment")
-    url: str = Field("http://127.0.0.1:8000", pattern=r"^https?://[^/\s]+(/\S*)?$", description="server: its address")
-    model: str | None = Field(None, description="server: the name it serves the target under; null: target.model")
-    python: str | None = Field(None, description="of the engine's environment; null: .venv-engine's")
-    timeout_s: float = Field(600.0, gt=0, description="wait for one answer (server), one batch or the start (offline)")
-    retries: int = Field(6, ge=0, description="more tries after an error or a bad answer, 1, 2, 4 ... 30 s apart")
-    concurrency: int = Field(16, ge=1, description="server: most requests in flight")
-    options: dict[str, Any] = Field(default_factory=dict, description="vLLM's own, e.g. {tensor_parallel_size: 8}")
-
-    # Options that say where and how fast the target runs; any other may decide a token.
-    operational: ClassVar[tuple[str, ...]] = (
-        "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel", "nnodes",
-        "node_rank", "master_addr", "master_port", "distributed_executor_backend", "gpu_memory_utilization",
-        "kv_cache_memory_bytes", "swap_space", "cpu_offload_gb", "block_size", "max_num_seqs", "max_num_batched_tokens",
-        "max_parallel_loading_workers", "enforce_eager", "enable_prefix_caching", "enable_chunked_prefill",
-        "async_scheduling", "disable_custom_all_reduce", "disable_hybrid_kv_cache_manager", "load_format",
-        "download_dir", "trust_remote_code", "disable_log_stats", "api_server_count", "seed",
-    )  # fmt: skip
-    # The recipe says these itself, or the checks of answers rely on them.
-    decided: ClassVar[dict[str, str]] = {
-        "model": "target.model", "tokenizer": "target.model", "revision": "target.revision",
-        "tokenizer_revision": "target.revision", "dtype": "target.dtype and rollouts.dtype",
-        "max_model_len": "prompts.max_prompt_tokens and rollouts.max_new_tokens", "max_logprobs": "signal.k",
-        "served_model_name": "engine.model", "host": "engine.url", "port": "engine.url",
-        "logprobs_mode": "nothing: it is vLLM's default", "generation_config": "nothing: it is always 'vllm'",
-    }  # fmt: skip
-
-    @field_validator("options")
-    @classmethod
-    def _undecided(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in value:
-            if name.replace("-", "_") in cls.decided:
-                raise ValueError(f"{name} is set by {cls.decided[name.replace('-', '_')]}; leave it out")
-        return value
-
-    @property
-    def deciding(self) -> dict[str, Any]:
-        """Options that may change what the target answers."""
-        return {name: value for name, value in self.options.items() if name not in self.operational}
-
-    @property
-    def is_vllm(self) -> bool:
-        return self.kind != "transformers"
-
-    @property
-    def text(self) -> str:
-        """In words, for plans."""
-        if not self.is_vllm:
-            return "transformers, in the process of the command"
-        where = f"a server at {self.url}, {self.concurrency} requests in flight" if self.kind == "server" else "offline"
-        return f"vLLM, {where}; {self.retries} retries, {self.timeout_s:g} s for an answer"
 
 
 class View(Section):

@@ -17,7 +17,8 @@ import yaml
 
 from draftkv.cache.backends.choice import described
 from draftkv.errors import InputError, RunError
-from draftkv.recipe import Engine, Recipe
+from draftkv.recipe import Recipe
+from draftkv.serving import Engine
 
 # Keys, with all below them, that may change between two starts of one run: they touch neither weights nor a number.
 FREE_KEYS = ("why", "trackers", "export", "output", "engine.url", "engine.model", "engine.python", "engine.timeout_s",

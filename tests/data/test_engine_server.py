@@ -378,7 +378,8 @@ def test_signals_go_on_after_a_server_died(path, fake, monkeypatch):
     (["engine.kind=vllm"], "engine.kind"),
     (["engine.retry=3"], "did you mean 'retries'"),
     (["engine.options={dtype: float16}"], "engine.options.*dtype is set by target.dtype"),
-    (["engine.options={max-model-len: 9}"], "engine.options.*max-model-len is set by prompts.max_prompt_tokens"),
+    (["engine.options={max_model_len: 9}"], "engine.options.*max_model_len is set by prompts.max_prompt_tokens"),
+    (["engine.options={max-num-seqs: 9}"], "engine.options.*max-num-seqs: write it as max_num_seqs"),
 ])  # fmt: skip
 def test_what_a_server_cannot_do_is_refused_when_the_recipe_is_read(path, fake, others, message):
     with pytest.raises(InputError, match=message):

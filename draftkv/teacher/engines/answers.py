@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from draftkv.errors import RunError
-from draftkv.recipe import Engine
+from draftkv.serving import Engine
 from draftkv.teacher.engine import Request, Response
 from draftkv.teacher.signals import TopK
 
