@@ -11,12 +11,14 @@ import subprocess
 import time
 import urllib.request
 
+import psutil
 import pytest
 import torch
 import yaml
 from helpers import call
 
 from draftkv.recipe import load_recipe
+from draftkv.teacher.engine import Request
 from draftkv.teacher.engines import open_engine
 from draftkv.teacher.engines.serve import engine_environment, server_command
 from draftkv.teacher.rollouts import load_rollouts
@@ -93,6 +95,19 @@ def test_a_served_target_says_what_it_says_in_process(path, served):
 
 def test_an_offline_target_says_what_it_says_in_process(path):
     compare(path, ["engine.kind=offline"])
+
+
+def test_a_vllm_whose_own_process_dies_is_started_again(path):
+    """The worker lives on then, and could only answer that its engine is dead."""
+    recipe = load_recipe(path, ["engine.kind=offline", "engine.retries=1"])
+    requests = [Request(row["prompt_ids"], 0.0, 1) for row in load_rollouts(load_recipe(path), "train").rows(0.0)]
+    with open_engine(recipe) as engine:
+        before = engine.write(requests, 8)
+        worker = engine.worker.process
+        for child in psutil.Process(worker.pid).children(recursive=True):
+            child.kill()
+        assert [r.ids for r in engine.write(requests, 8)] == [r.ids for r in before]
+        assert engine.worker.process is not worker and worker.poll() is not None
 
 
 @pytest.fixture(scope="module")
