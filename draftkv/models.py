@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import json
 import os
 import re
 import socket
@@ -36,7 +37,8 @@ from draftkv.recipe import Drafter, Model
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Weight files up to this many bytes in all are hashed whole; of larger ones, SAMPLES pieces of each file.
-HASH_LIMIT, SAMPLES, SAMPLE_BYTES = 8 * 2**30, 64, 1 << 16
+HASH_LIMIT, SAMPLES, SAMPLE_BYTES, SMALL_BYTES = 8 * 2**30, 64, 1 << 16, 4 << 20
+HEADER_BYTES = 100 << 20  # a safetensors header is no longer
 
 
 def resolve(model_id: str) -> str:
@@ -290,8 +292,8 @@ def model_limit(config: PretrainedConfig) -> int:
 def weights_identity(model_id: str, revision: str | None = None) -> dict[str, str]:
     """What tells two sets of weights apart: file -> sha256 of a local model, or the commit of a hub model.
 
-    Of more than `HASH_LIMIT` bytes in all, each file is known by its size and pieces from all over it. Copies of the
-    same files are the same weights, wherever they lie.
+    Of more than `HASH_LIMIT` bytes in all, each file is known by pieces of it (`sampled_hash`). Copies of the same
+    files are the same weights, wherever they lie.
 
     Raises:
         InputError: see `load_config`.
@@ -309,13 +311,21 @@ def weights_identity(model_id: str, revision: str | None = None) -> dict[str, st
 
 
 def sampled_hash(path: Path) -> str:
-    """sha256, in hex, of a file's size and of pieces that are spread over it, its first and last bytes among them."""
+    """sha256, in hex, of a file's size, of pieces that are spread over it, and of the beginnings of its small tensors
+    (norms, biases, routers), which lie between the pieces. What changes a few large matrices alone may go unseen."""
     size = path.stat().st_size
-    result = hashlib.sha256(str(size).encode())
+    pieces = [(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1), SAMPLE_BYTES) for i in range(SAMPLES)]
     with open(path, "rb") as handle:
-        for index in range(SAMPLES):
-            handle.seek(max(0, size - SAMPLE_BYTES) * index // (SAMPLES - 1))
-            result.update(handle.read(SAMPLE_BYTES))
+        with contextlib.suppress(ValueError):  # no safetensors after all; loading it says so
+            length = int.from_bytes(handle.read(8), "little")
+            tensors = json.loads(handle.read(min(length, HEADER_BYTES)))
+            spans = [about["data_offsets"] for name, about in tensors.items() if name != "__metadata__"]
+            pieces += [(8 + length + start, min(stop - start, 4096)) for start, stop in sorted(spans)
+                       if stop - start <= SMALL_BYTES]  # fmt: skip
+        result = hashlib.sha256(str(size).encode())
+        for start, count in pieces:
+            handle.seek(start)
+            result.update(handle.read(count))
     return f"sampled:{result.hexdigest()}"
 
 

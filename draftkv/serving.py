@@ -22,12 +22,17 @@ class Engine(Section):
 
     # Options that say where and how fast the target runs; any other may decide a token.
     operational: ClassVar[tuple[str, ...]] = (
-        "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel", "nnodes",
-        "node_rank", "master_addr", "master_port", "distributed_executor_backend", "gpu_memory_utilization",
-        "kv_cache_memory_bytes", "swap_space", "cpu_offload_gb", "block_size", "max_num_seqs", "max_num_batched_tokens",
-        "max_parallel_loading_workers", "enforce_eager", "enable_prefix_caching", "enable_chunked_prefill",
-        "async_scheduling", "disable_custom_all_reduce", "disable_hybrid_kv_cache_manager", "load_format",
-        "download_dir", "trust_remote_code", "disable_log_stats", "api_server_count", "seed",
+        "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local",
+        "data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend",
+        "enable_expert_parallel", "nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend",
+        "distributed_timeout_seconds", "device_ids", "numa_bind", "gpu_memory_utilization", "kv_cache_memory_bytes",
+        "num_gpu_blocks_override", "cpu_offload_gb", "block_size", "max_num_seqs", "max_num_batched_tokens",
+        "max_parallel_loading_workers", "safetensors_load_strategy", "use_tqdm_on_load", "enforce_eager",
+        "enable_prefix_caching", "enable_chunked_prefill", "async_scheduling", "disable_custom_all_reduce",
+        "disable_hybrid_kv_cache_manager", "download_dir", "trust_remote_code", "disable_log_stats", "seed",
+        # of the server alone
+        "api_server_count", "log_level", "uvicorn_log_level", "enable_log_requests", "shutdown_timeout",
+        "ssl_keyfile", "ssl_certfile", "ssl_ca_certs",
     )  # fmt: skip
     # The recipe says these itself, or the checks of answers rely on them.
     decided: ClassVar[dict[str, str]] = {
@@ -36,6 +41,8 @@ class Engine(Section):
         "max_model_len": "prompts.max_prompt_tokens and rollouts.max_new_tokens", "max_logprobs": "signal.k",
         "served_model_name": "engine.model", "host": "engine.url", "port": "engine.url",
         "logprobs_mode": "nothing: it is vLLM's default", "generation_config": "nothing: it is always 'vllm'",
+        # Manifests would show them.
+        "hf_token": "the environment (HF_TOKEN)", "api_key": "the environment (VLLM_API_KEY, DRAFTKV_ENGINE_KEY)",
     }  # fmt: skip
 
     @field_validator("options")

@@ -25,6 +25,7 @@ class StopSignal:
     def _ask(self, *_: Any) -> None:
         self.asked = True
         if self.leaves_at_once:
+            self.leaves_at_once = False  # a second signal must not break off what the first one has to clean up
             raise Stopped
 
     @contextmanager

@@ -21,7 +21,7 @@ from draftkv.teacher.rollouts import load_rollouts
 
 BASE = ["target.dtype=float32", "rollouts.train_temperatures=[0.0, 1.0]", "rollouts.batch_size=8", "signal.k=8"]
 FAKE_VLLM = """
-    import json, os, time
+    import json, multiprocessing, os, time
     from types import SimpleNamespace as Namespace
 
     __version__ = "fake"
@@ -40,6 +40,9 @@ FAKE_VLLM = """
             if options.get("tensor_parallel_size", 1) > 1:
                 raise ValueError("only one device")
             print("vLLM prints to standard output")
+            self.core = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), name="core")
+            self.core.daemon = True
+            self.core.start()
             self.table = json.load(open(TABLE)) if os.path.exists(TABLE) else {}
             self.llm_engine = Namespace(model_config=Namespace(max_model_len=max_model_len))
 
@@ -50,6 +53,9 @@ FAKE_VLLM = """
             if mood.startswith("dies"):
                 print("RuntimeError: the fake is out of memory", flush=True)
                 os._exit(7)
+            if mood.startswith("orphaned"):
+                self.core.kill()
+                time.sleep(60)
             if mood.startswith("loses"):
                 raise EngineDeadError("EngineCore encountered an issue")
             if mood.startswith("hangs"):
@@ -130,6 +136,7 @@ def test_offline_rollouts_and_signals_equal_those_in_process(build, place):
 @pytest.mark.parametrize("mood, message", [
     ("dies", r"status 7\): RuntimeError: the fake is out of memory.*2 tries"),
     ("loses", r"status 1\): .*EngineDeadError: EngineCore encountered an issue.*2 tries"),
+    ("orphaned", r"status 70\): EngineDeadError: vLLM's process core ended.*2 tries"),
     ("hangs", r"no answer in 2 s \(engine.timeout_s\).*2 tries"),
     ("forgets", "1 answers to 2 questions.*2 tries"),
 ])  # fmt: skip

@@ -78,7 +78,8 @@ def test_a_job_whose_time_is_up_while_it_writes_rollouts_is_queued_again(tmp_pat
     signal_step(int((stubs / "task").read_text()), signal.SIGUSR1)
     out, err = job.communicate(timeout=120)
     assert job.returncode == 0 and "saved and not finished" in out, err[-3000:]
-    assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists(), "both processes left before training"
+    manifest, *_ = (tmp_path / "runs" / "rollouts").glob("*/manifest.json")
+    assert not json.loads(manifest.read_text())["complete"], "both processes left in the middle"
     assert (stubs / "queued").read_text().split() == [slurm["SLURM_JOB_ID"]]
 
 

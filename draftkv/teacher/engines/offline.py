@@ -26,6 +26,7 @@ from draftkv.teacher.engines.worker import __file__ as WORKER
 from draftkv.teacher.signals import TopK
 
 Found = TypeVar("Found")
+LOOK_S = 0.5  # between looks at whether a process that says nothing still lives
 
 
 class Worker:
@@ -64,13 +65,16 @@ class Worker:
         until, source = time.monotonic() + self.timeout_s, self.process.stdout.fileno()
         parts = [self.rest]
         while b"\n" not in parts[-1]:
+            ended = self.process.poll() is not None  # asked first: what it said before is still in the pipe then
             left = until - time.monotonic()
-            if left <= 0 or not select.select([source], [], [], left)[0]:
-                raise TimeoutError(f"no answer in {self.timeout_s:g} s (engine.timeout_s); log: {self.log}")
-            part = os.read(source, 1 << 20)
-            if not part:
+            # The pipe's end alone would not tell: a process that vLLM started may hold it open.
+            if select.select([source], [], [], max(0.0, min(left, LOOK_S)))[0]:
+                parts.append(os.read(source, 1 << 20))
+                ended = not parts[-1]
+            if ended:
                 raise ConnectionError(self._epitaph())
-            parts.append(part)
+            if left <= 0:
+                raise TimeoutError(f"no answer in {self.timeout_s:g} s (engine.timeout_s); log: {self.log}")
         line, _, self.rest = b"".join(parts).partition(b"\n")
         return line
 
@@ -161,7 +165,10 @@ class Offline(ServedTokens):
 
     def __exit__(self, *raised: object) -> None:
         self.stop.set()
-        self.close()
+        if raised[0] is None:
+            self.close()
+        else:
+            self.close(patience_s=0.0)  # it may be in the middle of a batch that nobody waits for
 
 
 def _all(answer: dict[str, Any], count: int) -> list[dict[str, Any]]:

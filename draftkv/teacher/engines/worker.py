@@ -5,8 +5,11 @@ in the forms that `answers.py` checks. What fails is answered as {"error": text}
 """
 
 import json
+import multiprocessing
 import os
 import sys
+import threading
+from multiprocessing import connection
 
 
 def start(options):
@@ -55,10 +58,32 @@ def counters(llm):
     return {m.name: m.value for m in llm.get_metrics() if isinstance(getattr(m, "value", None), int)}
 
 
+def leave_with(children, closing):
+    """vLLM runs the model in processes of its own. Where one of them dies in the middle of a batch, `generate` may wait
+    for ever: this process leaves then, and the other side starts another."""
+
+    def watch():
+        ended = connection.wait(list(children))
+        if not closing.is_set():
+            print(f"EngineDeadError: vLLM's process {children[ended[0]]} ended", file=sys.stderr, flush=True)
+            os._exit(70)
+
+    if children:
+        threading.Thread(target=watch, daemon=True).start()
+
+
 def main():
     # vLLM prints to standard output; answers go where nothing else is printed.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    closing = threading.Event()
+    try:
+        answer_all(out, closing)
+    finally:
+        closing.set()
+
+
+def answer_all(out, closing):
     llm = None
     for line in sys.stdin:
         message = json.loads(line)
@@ -66,6 +91,7 @@ def main():
         try:
             if what == "start":
                 llm, answer = start(**message)
+                leave_with({child.sentinel: child.name for child in multiprocessing.active_children()}, closing)
             else:
                 answer = {"write": write, "score": score, "counters": counters}[what](llm, **message)
         except Exception as error:  # whatever it is, the other side has to hear of it
