@@ -379,6 +379,7 @@ def test_signals_go_on_after_a_server_died(path, fake, monkeypatch):
     (["engine.retry=3"], "did you mean 'retries'"),
     (["engine.options={dtype: float16}"], "engine.options.*dtype is set by target.dtype"),
     (["engine.options={max_model_len: 9}"], "engine.options.*max_model_len is set by prompts.max_prompt_tokens"),
+    (["engine.options={hf_token: x}"], "engine.options.*hf_token is set by the environment"),
     (["engine.options={max-num-seqs: 9}"], "engine.options.*max-num-seqs: write it as max_num_seqs"),
 ])  # fmt: skip
 def test_what_a_server_cannot_do_is_refused_when_the_recipe_is_read(path, fake, others, message):
@@ -403,10 +404,11 @@ def test_options_that_make_another_model_of_the_target_make_another_store(path, 
     from draftkv.rundir import first_change
     from draftkv.teacher.rollouts import plan_rollouts
 
-    given = ({}, {"tensor_parallel_size": 8}, {"quantization": "fp8"}, {"kv_cache_dtype": "fp8", "max_num_seqs": 4})
+    given = ({}, {"tensor_parallel_size": 8, "num_gpu_blocks_override": 9}, {"quantization": "fp8"},
+             {"kv_cache_dtype": "fp8", "max_num_seqs": 4}, {"load_format": "dummy"})  # fmt: skip
     recipes = [recipe_of(path, fake, f"engine.options={json.dumps(options)}") for options in given]
     keys = [plan_rollouts(r)["train"].key for r in recipes]
-    assert keys[0] == keys[1] and len(set(keys)) == 3
+    assert keys[0] == keys[1] and len(set(keys)) == 4
     plain = [r.model_dump(mode="json") for r in recipes]
     assert first_change(plain[0], plain[1]) is None and first_change(plain[1], plain[0]) is None
     assert "engine.options.quantization" in first_change(plain[1], plain[2])
