@@ -84,6 +84,7 @@ def main():
 
 
 def answer_all(out, closing):
+    """Until there is no more to read, or vLLM's engine is dead."""
     llm = None
     for line in sys.stdin:
         message = json.loads(line)
