@@ -54,6 +54,18 @@ def main(args: argparse.Namespace) -> None:
 
 def distill(recipe: Recipe, plans: dict) -> bool:
     """Train on the rollouts of `plans`; False when a signal stopped the run early (what is complete is saved)."""
+    from draftkv.distill.processes import end_together, start_accelerator
+    from draftkv.distill.stopping import StopSignal
+
+    stop = StopSignal()
+    accelerator = start_accelerator(recipe)
+    finished = trained(recipe, plans, accelerator, stop)
+    end_together(accelerator)
+    return finished
+
+
+def trained(recipe: Recipe, plans: dict, accelerator, stop) -> bool:
+    """As `distill`, in the processes of `accelerator`."""
     import torch
     from accelerate.utils import set_seed
 
@@ -61,14 +73,11 @@ def distill(recipe: Recipe, plans: dict) -> bool:
     from draftkv.distill.anchor import Anchor
     from draftkv.distill.hooks import Evaluation, Trackers, save_weights
     from draftkv.distill.loop import Trainer
-    from draftkv.distill.processes import backend_name, check_shared_folder, is_sharded, start_accelerator
+    from draftkv.distill.processes import backend_name, check_shared_folder, is_sharded
     from draftkv.distill.schedule import Schedule
-    from draftkv.distill.stopping import StopSignal
     from draftkv.distill.student import Student
     from draftkv.drafter import drafter_to_train
 
-    stop = StopSignal()
-    accelerator = start_accelerator(recipe)
     check_shared_folder(recipe, accelerator)
     set_seed(recipe.seed)
     stores = rollouts_of(recipe, plans, accelerator, stop)

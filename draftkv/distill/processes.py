@@ -161,6 +161,14 @@ def check_same(accelerator: Accelerator, what: str, key: str) -> None:
                              f"{first}): target, tokenizer, prompts and code must be the same on every machine")
 
 
+def end_together(accelerator: Accelerator) -> None:
+    """Take the group of processes down, in all of them at once: one that ends while its threads still run may die of
+    it, and a launch with a dead process has failed."""
+    if accelerator.num_processes > 1:
+        accelerator.wait_for_everyone()
+        PartialState().destroy_process_group()
+
+
 def shard_layers(model: nn.Module, device: torch.device) -> nn.Module:
     """Divide a frozen model's layers among all processes, each gathered while it runs. Embeddings and head stay whole:
     the head is read outside of a forward pass. Every process must then call the model equally often."""

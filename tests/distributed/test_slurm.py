@@ -73,7 +73,8 @@ def test_a_preempted_job_saves_is_queued_again_and_goes_on(tmp_path, slurm):
 
 def test_a_job_whose_time_is_up_while_it_writes_rollouts_is_queued_again(tmp_path, slurm):
     recipe, stubs = write_recipe(tmp_path), Path(slurm["STUBS"])
-    job = submit(recipe, slurm, "rollouts.batch_size=1", "rollouts.train_temperatures=[0.0, 0.3, 0.6, 1.0]")
+    many = "rollouts.train_temperatures=[0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 1.0]"
+    job = submit(recipe, slurm, "rollouts.batch_size=1", many)
     wait_for_file(tmp_path / "runs" / "rollouts", "*/shard-00000", job)
     signal_step(int((stubs / "task").read_text()), signal.SIGUSR1)
     out, err = job.communicate(timeout=120)
